@@ -1,0 +1,212 @@
+//! The fused path as one candle operation: forward and backward side by side, scores recomputed from the saved
+//! log-sum-exp.
+
+use super::cpu::{self, Element, View};
+use super::problem::{Dims, Resolved};
+use super::AttendOutput;
+use candle_core::backend::BackendStorage;
+use candle_core::{bail, CpuStorage, CustomOp3, DType, Layout, Result, Shape, Storage, Tensor};
+use half::{bf16, f16};
+use std::ops::Deref;
+use std::sync::{Arc, OnceLock};
+
+pub(super) fn attend(q: &Tensor, k: &Tensor, v: &Tensor, call: Resolved) -> Result<Tensor> {
+    let tracked = [q, k, v].iter().any(|x| x.track_op());
+    let op = FusedAttention::new(call, tracked);
+    if tracked {
+        q.apply_op3(k, v, op)
+    } else {
+        q.apply_op3_no_bwd(k, v, &op)
+    }
+}
+
+pub(super) fn attend_with_lse(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    call: Resolved,
+) -> Result<AttendOutput> {
+    let op = FusedAttention::new(call, true);
+    let saved = op.saved.clone();
+    let out = if [q, k, v].iter().any(|x| x.track_op()) {
+        q.apply_op3(k, v, op)?
+    } else {
+        q.apply_op3_no_bwd(k, v, &op)?
+    };
+    match saved.get() {
+        Some(Saved { lse, .. }) => Ok(AttendOutput {
+            out,
+            lse: lse.clone(),
+        }),
+        None => bail!("attend: the forward pass left no log-sum-exp"),
+    }
+}
+
+/// One call of the fused path. Each call needs an object of its own: the saved values belong to it.
+struct FusedAttention {
+    call: Resolved,
+    /// Whether the forward pass leaves what the backward pass needs.
+    save: bool,
+    saved: Arc<OnceLock<Saved>>,
+}
+
+/// What the backward pass needs beside the inputs and the output.
+struct Saved {
+    /// (B,H,T), f32 or f64.
+    lse: Tensor,
+    /// (B,H,T,E) in f32 where the output was rounded to half precision: Σ out·grad from rounded values would
+    /// lose the small differences that make the score's gradient.
+    exact_out: Option<Tensor>,
+}
+
+impl FusedAttention {
+    fn new(call: Resolved, save: bool) -> Self {
+        Self {
+            call,
+            save,
+            saved: Arc::default(),
+        }
+    }
+
+    fn forward<T: Element>(
+        &self,
+        q: View<'_, T>,
+        k: View<'_, T>,
+        v: View<'_, T>,
+    ) -> Result<CpuStorage> {
+        let Dims { b, h, t, e, .. } = self.call.dims;
+        let result = cpu::forward(&self.call, q, k, v, self.save)?;
+        if self.save {
+            let device = candle_core::Device::Cpu;
+            let saved = Saved {
+                lse: Tensor::from_vec(result.lse, (b, h, t), &device)?,
+                exact_out: result
+                    .exact_out
+                    .map(|out| Tensor::from_vec(out, (b, h, t, e), &device))
+                    .transpose()?,
+            };
+            if self.saved.set(saved).is_err() {
+                bail!("attend: one operation object was applied twice; its log-sum-exp would be mixed up")
+            }
+        }
+        Ok(T::to_cpu_storage_owned(result.out))
+    }
+
+    fn backward<T: Element>(
+        &self,
+        [q, k, v, out, grad]: [&Tensor; 5],
+    ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
+        let Some(Saved { lse, exact_out }) = self.saved.get() else {
+            bail!("attend: backward before forward: no log-sum-exp was saved")
+        };
+        let lse = lse.flatten_all()?.to_vec1::<T::Acc>()?;
+        let [q_host, k_host, v_host, grad_host] = [q, k, v, grad].map(on_host);
+        let out_host = on_host(exact_out.as_ref().unwrap_or(out));
+        let out = match exact_out {
+            Some(_) => cpu::Output::Exact(out_host.view()?),
+            None => cpu::Output::Rounded(out_host.view()?),
+        };
+        let gradients = cpu::backward(
+            &self.call,
+            q_host.view::<T>()?,
+            k_host.view()?,
+            v_host.view()?,
+            out,
+            grad_host.view()?,
+            &lse,
+        )?;
+        let tensor = |values: Vec<T>, like: &Tensor| {
+            Tensor::from_vec(values, like.shape(), like.device()).map(Some)
+        };
+        Ok((
+            tensor(gradients.dq, q)?,
+            tensor(gradients.dk, k)?,
+            tensor(gradients.dv, v)?,
+        ))
+    }
+}
+
+impl CustomOp3 for FusedAttention {
+    fn name(&self) -> &'static str {
+        "attend"
+    }
+
+    fn cpu_fwd(
+        &self,
+        q: &CpuStorage,
+        q_layout: &Layout,
+        k: &CpuStorage,
+        k_layout: &Layout,
+        v: &CpuStorage,
+        v_layout: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
+        let Dims { b, h, t, e, .. } = self.call.dims;
+        let out = match (q, k, v) {
+            (CpuStorage::F32(q), CpuStorage::F32(k), CpuStorage::F32(v)) => self.forward(
+                View::new(q, q_layout)?,
+                View::new(k, k_layout)?,
+                View::new(v, v_layout)?,
+            )?,
+            (CpuStorage::F64(q), CpuStorage::F64(k), CpuStorage::F64(v)) => self.forward(
+                View::new(q, q_layout)?,
+                View::new(k, k_layout)?,
+                View::new(v, v_layout)?,
+            )?,
+            (CpuStorage::BF16(q), CpuStorage::BF16(k), CpuStorage::BF16(v)) => self.forward(
+                View::new(q, q_layout)?,
+                View::new(k, k_layout)?,
+                View::new(v, v_layout)?,
+            )?,
+            (CpuStorage::F16(q), CpuStorage::F16(k), CpuStorage::F16(v)) => self.forward(
+                View::new(q, q_layout)?,
+                View::new(k, k_layout)?,
+                View::new(v, v_layout)?,
+            )?,
+            _ => bail!(
+                "attend: q, k and v must share f32, f64, bf16 or f16, got {:?}, {:?} and {:?}",
+                q.dtype(),
+                k.dtype(),
+                v.dtype()
+            ),
+        };
+        Ok((out, Shape::from((b, h, t, e))))
+    }
+
+    fn bwd(
+        &self,
+        q: &Tensor,
+        k: &Tensor,
+        v: &Tensor,
+        out: &Tensor,
+        grad: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
+        let tensors = [q, k, v, out, grad];
+        match q.dtype() {
+            DType::F32 => self.backward::<f32>(tensors),
+            DType::F64 => self.backward::<f64>(tensors),
+            DType::BF16 => self.backward::<bf16>(tensors),
+            DType::F16 => self.backward::<f16>(tensors),
+            other => bail!("attend: no gradient for dtype {other:?}"),
+        }
+    }
+}
+
+/// A tensor's memory, held while a kernel reads it.
+struct OnHost<'a, Guard> {
+    storage: Guard,
+    layout: &'a Layout,
+}
+
+fn on_host(x: &Tensor) -> OnHost<'_, impl Deref<Target = Storage> + '_> {
+    let (storage, layout) = x.storage_and_layout();
+    OnHost { storage, layout }
+}
+
+impl<Guard: Deref<Target = Storage>> OnHost<'_, Guard> {
+    fn view<T: Element>(&self) -> Result<View<'_, T>> {
+        match &*self.storage {
+            Storage::Cpu(storage) => View::new(storage.as_slice::<T>()?, self.layout),
+            _ => bail!("attend: the fused CPU path was given a tensor on another device"),
+        }
+    }
+}

@@ -1,0 +1,285 @@
+//! What is asked of attention, checked once: shapes, dtypes, parameters, positions.
+
+use super::{AttendSpec, Score};
+use crate::positions::{PositionTable, Positions};
+use candle_core::{bail, DType, Device, Result, Tensor};
+use std::sync::Arc;
+
+/// Shape and strides of q, k or v, in elements.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Operand {
+    /// (batch, heads, tokens, width).
+    pub dims: [usize; 4],
+    /// Distance between neighbours along each dimension.
+    pub strides: [usize; 4],
+}
+
+impl Operand {
+    /// A contiguous operand.
+    pub fn contiguous(dims: [usize; 4]) -> Self {
+        let [_, h, t, d] = dims;
+        Self {
+            dims,
+            strides: [h * t * d, t * d, d, 1],
+        }
+    }
+
+    fn of(t: &Tensor, name: &str) -> Result<Self> {
+        match (t.dims().try_into(), t.stride().try_into()) {
+            (Ok(dims), Ok(strides)) => Ok(Self { dims, strides }),
+            _ => bail!("attend: {name} must be (batch, heads, tokens, width), got {t:?}"),
+        }
+    }
+}
+
+/// The kind of device, as far as choosing a path needs it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum DeviceKind {
+    /// The host.
+    Cpu,
+    /// An NVIDIA GPU of this compute capability, (9, 0) for an H200. `None` where it was not asked for.
+    Cuda {
+        /// Major and minor version.
+        cc: Option<(u32, u32)>,
+    },
+    /// An Apple GPU.
+    Metal,
+}
+
+/// The shapes, dtype and device of one call: all that [`plan_problem`](super::plan_problem) needs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Problem {
+    /// (B, H, T, D).
+    pub q: Operand,
+    /// (B, G, S, D).
+    pub k: Operand,
+    /// (B, G, S, E).
+    pub v: Operand,
+    /// The dtype of all three.
+    pub dtype: DType,
+    /// Where they are.
+    pub device: DeviceKind,
+}
+
+impl Problem {
+    /// The problem that these tensors pose.
+    ///
+    /// # Errors
+    /// When a rank is not 4, or dtypes or devices differ.
+    pub fn of(q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Self> {
+        if k.dtype() != q.dtype() || v.dtype() != q.dtype() {
+            bail!(
+                "attend: q, k and v must share a dtype, got {:?}, {:?} and {:?}",
+                q.dtype(),
+                k.dtype(),
+                v.dtype()
+            )
+        }
+        if !q.device().same_device(k.device()) || !q.device().same_device(v.device()) {
+            bail!(
+                "attend: q, k and v must be on one device, got {:?}, {:?} and {:?}",
+                q.device().location(),
+                k.device().location(),
+                v.device().location()
+            )
+        }
+        Ok(Self {
+            q: Operand::of(q, "q")?,
+            k: Operand::of(k, "k")?,
+            v: Operand::of(v, "v")?,
+            dtype: q.dtype(),
+            device: match q.device() {
+                Device::Cpu => DeviceKind::Cpu,
+                Device::Cuda(_) => DeviceKind::Cuda { cc: None },
+                Device::Metal(_) => DeviceKind::Metal,
+            },
+        })
+    }
+
+    /// Checks shapes and parameters; says nothing about positions.
+    pub(super) fn check(&self, spec: &AttendSpec) -> Result<Dims> {
+        let ([b, h, t, d], [kb, g, s, kd], [vb, vg, vs, e]) =
+            (self.q.dims, self.k.dims, self.v.dims);
+        let shapes = format!(
+            "q {:?}, k {:?}, v {:?}",
+            self.q.dims, self.k.dims, self.v.dims
+        );
+        if kb != b || vb != b {
+            bail!("attend: batches differ: {b}, {kb} and {vb}; {shapes}")
+        }
+        if vg != g || vs != s {
+            bail!("attend: k and v must share heads and tokens; {shapes}")
+        }
+        if kd != d {
+            bail!("attend: q and k must share their width, got {d} and {kd}; {shapes}")
+        }
+        if g == 0 || h % g != 0 {
+            bail!("attend: k has {g} heads, which must divide q's {h}; {shapes}")
+        }
+        if d == 0 || e == 0 {
+            bail!("attend: widths must be at least 1; {shapes}")
+        }
+        match self.dtype {
+            DType::F32 | DType::F64 | DType::BF16 | DType::F16 => (),
+            other => bail!("attend: dtype {other:?} is not supported (f32, f64, bf16, f16 are)"),
+        }
+        if let Some(scale) = spec.scale {
+            if !scale.is_finite() {
+                bail!("attend: scale {scale} is not finite")
+            }
+        }
+        if spec.window == Some(0) {
+            bail!("attend: window 0 lets no query see any key; a window counts the query's own position")
+        }
+        match &spec.score {
+            Score::Dot => (),
+            Score::LinearBias { slopes } => {
+                if slopes.len() != h {
+                    bail!(
+                        "attend: {} slopes for {h} query heads; {shapes}",
+                        slopes.len()
+                    )
+                }
+                if let Some(bad) = slopes.iter().find(|s| !s.is_finite()) {
+                    bail!("attend: slope {bad} is not finite")
+                }
+            }
+            Score::Phase {
+                amp_dim,
+                alpha,
+                phase_scale,
+            } => {
+                if *amp_dim == 0 || *amp_dim >= d {
+                    bail!("attend: amp_dim {amp_dim} must be in 1..{d}, the head width; {shapes}")
+                }
+                if !(alpha.is_finite() && *alpha > 0.) {
+                    bail!("attend: alpha {alpha} must be finite and above 0")
+                }
+                if let Some(scale) = phase_scale {
+                    if !scale.is_finite() {
+                        bail!("attend: phase_scale {scale} is not finite")
+                    }
+                }
+            }
+        }
+        Ok(Dims {
+            b,
+            h,
+            g,
+            t,
+            s,
+            d,
+            e,
+        })
+    }
+
+    /// The problem with every default filled in.
+    pub(super) fn resolve(&self, spec: &AttendSpec) -> Result<Resolved> {
+        let dims = self.check(spec)?;
+        let Dims { b, t, s, d, .. } = dims;
+        let default_span = |len: usize, other: usize| Positions::Span {
+            start: other.saturating_sub(len) as i64,
+            len,
+        };
+        let (q, k) = match (&spec.q_positions, &spec.k_positions) {
+            (Some(q), Some(k)) => (q.clone(), k.clone()),
+            (Some(one), None) | (None, Some(one)) if t == s => (one.clone(), one.clone()),
+            (None, None) => (default_span(t, s), default_span(s, t)),
+            _ => bail!(
+                "attend: with T = {t} queries and S = {s} keys, positions are needed for both or for neither"
+            ),
+        };
+        if q.len() != t || k.len() != s {
+            bail!(
+                "attend: {} query and {} key positions for T = {t} queries and S = {s} keys",
+                q.len(),
+                k.len()
+            )
+        }
+        let (q, k) = (q.table(b)?, k.table(b)?);
+        if q.segments(0).is_some() != k.segments(0).is_some() && b > 0 {
+            bail!("attend: segments are needed for queries and keys, or for neither")
+        }
+        let inverse_sqrt = |width: usize| 1. / (width as f64).sqrt();
+        let score = match &spec.score {
+            Score::Dot => ResolvedScore::Dot {
+                scale: spec.scale.unwrap_or(inverse_sqrt(d)),
+            },
+            Score::LinearBias { slopes } => ResolvedScore::LinearBias {
+                scale: spec.scale.unwrap_or(inverse_sqrt(d)),
+                slopes: slopes.clone(),
+            },
+            Score::Phase {
+                amp_dim,
+                alpha,
+                phase_scale,
+            } => ResolvedScore::Phase {
+                amp_dim: *amp_dim,
+                alpha: *alpha,
+                scale: spec.scale.unwrap_or(inverse_sqrt(*amp_dim)),
+                phase_scale: phase_scale.unwrap_or(inverse_sqrt(d - amp_dim)),
+            },
+        };
+        Ok(Resolved {
+            dims,
+            score,
+            causal: spec.causal,
+            window: spec.window.map(|w| i64::try_from(w).unwrap_or(i64::MAX)),
+            q_positions: q,
+            k_positions: k,
+        })
+    }
+}
+
+/// The sizes of one call, by the letters of [the module](super).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Dims {
+    pub b: usize,
+    pub h: usize,
+    pub g: usize,
+    pub t: usize,
+    pub s: usize,
+    pub d: usize,
+    pub e: usize,
+}
+
+/// [`Score`] with its defaults filled in.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) enum ResolvedScore {
+    /// scale · q·k
+    Dot { scale: f64 },
+    /// scale · q·k − slopes[h] · |m − n|
+    LinearBias { scale: f64, slopes: Arc<[f64]> },
+    /// scale · q_A·k_A · cos(2π |m − n|^alpha · phase_scale · q_P·k_P)
+    Phase {
+        amp_dim: usize,
+        alpha: f64,
+        scale: f64,
+        phase_scale: f64,
+    },
+}
+
+/// One call, checked, with every default filled in: what the dense path and the kernels compute from.
+#[derive(Debug, Clone)]
+pub(crate) struct Resolved {
+    pub dims: Dims,
+    pub score: ResolvedScore,
+    pub causal: bool,
+    /// Positions a query sees, its own included; at least 1.
+    pub window: Option<i64>,
+    /// T positions a row.
+    pub q_positions: PositionTable,
+    /// S positions a row.
+    pub k_positions: PositionTable,
+}
+
+impl Resolved {
+    /// Whether a query at `m` sees a key at `n`, segments aside.
+    #[inline(always)]
+    pub fn sees(&self, m: i64, n: i64) -> bool {
+        m >= 0
+            && n >= 0
+            && (!self.causal || n <= m)
+            && self.window.is_none_or(|w| (m - n).abs() < w)
+    }
+}
