@@ -1,0 +1,202 @@
+//! Positional encodings: each one a file, each one an [`Encoding`].
+//!
+//! Attention never asks which encoding it has. An encoding acts through six hooks, and each does nothing unless
+//! the encoding says otherwise:
+//!
+//! | | embed | begin | encode | score | update |
+//! |---|---|---|---|---|---|
+//! | [`Nope`] | | | | dot | |
+//! | [`Absolute`] | x + table | | | dot | |
+//! | [`Rope`] | | angles | rotate q, k | dot | |
+//! | [`Alibi`] | | | | linear bias | |
+//! | [`Tapa`] | | | phase norm, linear phase | phase | |
+//! | [`Tape`] | | angles | rotate q, k; v := \[v, re p, im p\] | dot | new state |
+//!
+//! A model calls them in this order: [`embed`](Encoding::embed) and [`begin`](Encoding::begin) once, then in each
+//! layer [`encode`](Encoding::encode), attention with [`score`](Encoding::score), the feed-forward part, and
+//! [`update`](Encoding::update).
+
+mod absolute;
+mod alibi;
+mod nope;
+mod rope;
+mod rope_scaling;
+mod tapa;
+mod tape;
+
+use crate::attend::Score;
+use crate::positions::Positions;
+use crate::rotate::Rotation;
+use candle_core::{bail, Result, Tensor};
+use candle_nn::VarBuilder;
+use rand::Rng;
+use serde::{Deserialize, Serialize};
+use std::sync::Arc;
+
+pub use absolute::{Absolute, AbsoluteConfig};
+pub use alibi::{alibi_slopes, Alibi, AlibiConfig};
+pub use nope::Nope;
+pub use rope::{Rope, RopeConfig};
+pub use rope_scaling::RopeScaling;
+pub use tapa::{PhaseForm, PhaseNorm, Tapa, TapaConfig};
+pub use tape::{HeadMixing, StateNorm, Tape, TapeConfig};
+
+/// Projected queries, keys and values of one layer.
+#[derive(Debug, Clone)]
+pub struct Qkv {
+    /// (B, H, T, D).
+    pub q: Tensor,
+    /// (B, G, T, D).
+    pub k: Tensor,
+    /// (B, G, T, E).
+    pub v: Tensor,
+}
+
+/// What travels from layer to layer: where the tokens stand, and how their heads are turned.
+#[derive(Debug, Clone)]
+pub struct PosState {
+    /// Where this call's tokens stand.
+    pub positions: Positions,
+    /// The rotation of q and k, for encodings that rotate.
+    pub rotation: Option<Rotation>,
+}
+
+/// Circumstances of one forward pass.
+#[derive(Default)]
+pub struct Ctx<'a> {
+    /// Whether the model is being trained.
+    pub train: bool,
+    /// Source of what training draws at random (TAPE's shift of all positions). Without one nothing is drawn.
+    pub rng: Option<&'a mut dyn Rng>,
+    /// Number of tokens that the whole generation will reach, its prompt included. RoPE scalings whose
+    /// frequencies depend on the length (dynamic, longrope) fix them by it, so that keys in a cache and later
+    /// queries agree.
+    pub planned_len: Option<usize>,
+}
+
+/// The sizes an encoding is built for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ModelDims {
+    /// Model width C.
+    pub width: usize,
+    /// Query heads H.
+    pub heads: usize,
+    /// Key/value heads G.
+    pub kv_heads: usize,
+    /// Head width D.
+    pub head_dim: usize,
+    /// Number of layers.
+    pub layers: usize,
+    /// Longest sequence the model is configured for, in tokens.
+    pub max_positions: usize,
+}
+
+/// A positional encoding: hooks that a transformer calls, each a no-op by default.
+///
+/// Implement this for an encoding of your own and give it to `Llama::with_encoding`.
+pub trait Encoding: Send + Sync {
+    /// Adds to the token embeddings.
+    ///
+    /// # Shapes
+    /// x (B, T, C) → (B, T, C).
+    ///
+    /// # Errors
+    /// When shapes do not fit or a position is beyond a table.
+    fn embed(&self, x: &Tensor, _positions: &Positions) -> Result<Tensor> {
+        Ok(x.clone())
+    }
+
+    /// Makes the state that the first layer starts from, once per forward pass.
+    ///
+    /// # Shapes
+    /// x (B, T, C), the embedded tokens: it tells the batch, dtype and device.
+    ///
+    /// # Errors
+    /// When the positions do not fit.
+    fn begin(&self, _x: &Tensor, positions: &Positions, _ctx: &mut Ctx) -> Result<PosState> {
+        Ok(PosState {
+            positions: positions.clone(),
+            rotation: None,
+        })
+    }
+
+    /// Changes a layer's queries, keys and values before they are cached and attended to. The value may become
+    /// wider; what attention returns beyond the model's own value width comes back in [`update`](Self::update).
+    ///
+    /// # Errors
+    /// When shapes do not fit.
+    fn encode(&self, _layer: usize, qkv: Qkv, _state: &PosState) -> Result<Qkv> {
+        Ok(qkv)
+    }
+
+    /// The score of a layer.
+    fn score(&self, _layer: usize) -> Score {
+        Score::Dot
+    }
+
+    /// Makes the next layer's state.
+    ///
+    /// # Shapes
+    /// `carried` (B, H, T, E − D): what attention averaged beyond the model's own values, where
+    /// [`encode`](Self::encode) widened them. `mlp_out` (B, T, C): the feed-forward part's output before it is
+    /// added to the stream.
+    ///
+    /// # Errors
+    /// When shapes do not fit.
+    fn update(
+        &self,
+        _layer: usize,
+        state: PosState,
+        _carried: Option<&Tensor>,
+        _mlp_out: &Tensor,
+    ) -> Result<PosState> {
+        Ok(state)
+    }
+}
+
+/// An encoding with its parameters, as it is saved in a model's `config.json`.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "type", rename_all = "snake_case")]
+pub enum EncodingConfig {
+    /// None at all.
+    Nope,
+    /// A table added to the embeddings.
+    Absolute(AbsoluteConfig),
+    /// Rotary, with every length extension.
+    Rope(RopeConfig),
+    /// Linear biases.
+    Alibi(AlibiConfig),
+    /// Token-aware phase attention.
+    Tapa(TapaConfig),
+    /// Contextualized equivariant encoding.
+    Tape(TapeConfig),
+}
+
+impl EncodingConfig {
+    /// Builds the encoding, with its weights from `vb`: the place where a model's own tensors are named
+    /// (`layers.0.…`, `embed_tokens.…`).
+    ///
+    /// # Errors
+    /// When a parameter is out of range for `dims` or a weight is missing or has another shape.
+    pub fn build(&self, dims: &ModelDims, vb: VarBuilder) -> Result<Arc<dyn Encoding>> {
+        let ModelDims {
+            width,
+            heads,
+            kv_heads,
+            head_dim,
+            layers,
+            ..
+        } = *dims;
+        if [width, heads, kv_heads, head_dim, layers].contains(&0) || heads % kv_heads != 0 {
+            bail!("encoding: sizes must be above 0 and kv_heads divide heads; got {dims:?}")
+        }
+        Ok(match self {
+            Self::Nope => Arc::new(Nope),
+            Self::Absolute(config) => Arc::new(Absolute::new(config, dims, vb)?),
+            Self::Rope(config) => Arc::new(Rope::new(config, dims, vb.device())?),
+            Self::Alibi(config) => Arc::new(Alibi::new(config, dims)?),
+            Self::Tapa(config) => Arc::new(Tapa::new(config, dims, vb)?),
+            Self::Tape(config) => Arc::new(Tape::new(config, dims, vb)?),
+        })
+    }
+}

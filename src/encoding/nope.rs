@@ -1,0 +1,10 @@
+//! No positional encoding: the order of tokens comes from the causal mask alone (Kazemnejad et al., "The impact of
+//! positional encoding on length generalization in transformers", arXiv 2305.19466).
+
+use super::Encoding;
+
+/// No positional encoding.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Nope;
+
+impl Encoding for Nope {}

@@ -1,0 +1,3 @@
+/// todo
+#[derive(Debug, Clone, PartialEq)]
+pub struct RopeScaling {}
