@@ -11,4 +11,4 @@ pub use attend::{
 };
 pub use encoding::{Ctx, Encoding, EncodingConfig, ModelDims, PosState, Qkv};
 pub use positions::Positions;
-pub use rotate::{rotate, Layout, Rotation};
+pub use rotate::{convert_layout, rotate, Layout, Rotation};
