@@ -898,6 +898,12 @@ fn tape_with_misfitting_tensors_is_an_error_that_names_their_shapes() -> Result<
     assert!(message(Some(&carried), &m).contains("[1, 4, 5, 6]"));
     let carried = normal(&mut rng, &[1, 4, 5, 8])?;
     assert!(message(Some(&carried), &normal(&mut rng, &[1, 5, 23])?).contains("[1, 5, 23]"));
+    let plain = Rope::new(&RopeConfig::default(), &GROUPED)?;
+    let of_rope = first(&plain, &x)?;
+    match tape.update(0, of_rope, Some(&carried), &m) {
+        Ok(_) => panic!("accepted"),
+        Err(error) => assert!(error.to_string().contains("[1, 1, 5, 4]"), "{error}"),
+    }
     assert!(tape.update(3, state.clone(), Some(&carried), &m).is_err());
     assert!(tape
         .begin(&x, &Positions::first(4), &mut Ctx::default())
