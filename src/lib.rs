@@ -19,4 +19,4 @@ pub use encoding::{Ctx, Encoding, EncodingConfig, ModelDims, PosState, Qkv};
 pub use init::SeededVars;
 pub use model::{Llama, LlamaConfig};
 pub use positions::Positions;
-pub use rotate::{rotate, Layout, Rotation};
+pub use rotate::{convert_layout, rotate, Layout, Rotation};
