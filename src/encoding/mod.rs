@@ -19,6 +19,7 @@
 mod absolute;
 mod alibi;
 mod nope;
+mod pack;
 mod rope;
 mod rope_scaling;
 mod tapa;
