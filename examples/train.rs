@@ -23,7 +23,7 @@ use rand::{rngs::StdRng, SeedableRng};
 use std::io::IsTerminal;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 /// Contexts at which the trained model is read, in training lengths.
 const REACH: [usize; 4] = [1, 2, 4, 8];
@@ -190,7 +190,7 @@ fn run(options: &Options) -> Result<()> {
     } = *options;
     let encoding = serde_json::to_string(&config.encoding).map_err(Error::wrap)?;
     let (training, held_out) = (text.training.len(), text.held_out.len());
-    let plan = model.plan(batch, length)?;
+    let plan = model.plan(0, batch, length)?;
     println!("model      {weights} weights: {layers} layers of width {width}, {heads} query and {kv_heads} key/value heads");
     println!("encoding   {encoding}");
     println!(
@@ -397,7 +397,7 @@ impl Progress {
                 bar.set_message(state);
                 bar.inc(1);
             }
-            None if self.done % often == 0 || self.done == self.steps => {
+            None if self.done.is_multiple_of(often) || self.done == self.steps => {
                 let left = self.started.elapsed().as_secs_f64() * (self.steps - self.done) as f64
                     / self.done as f64;
                 eprintln!(

@@ -16,8 +16,8 @@
 //! boxes      = "Pack " BRACKETS "."                                  nested, each closed by its own kind
 //! ```
 //! Lines are numbered from 1 within a document. Names and passwords are made from letters afresh for every
-//! document, so a model cannot know them by heart: it has to look them up, up to the document's length (600 to
-//! 2,200 bytes) away.
+//! document, so a model cannot know them by heart: it has to look them up, up to the document's length (500 to
+//! 2,000 bytes) away.
 
 use rand::rngs::StdRng;
 use rand::seq::{IndexedRandom, SliceRandom};

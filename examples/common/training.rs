@@ -128,7 +128,7 @@ pub fn random_windows(
     text: &[u8],
     batch: usize,
     length: usize,
-    mut rng: &mut dyn Rng,
+    rng: &mut dyn Rng,
     device: &Device,
 ) -> Result<(Tensor, Tensor)> {
     if text.len() <= length {
