@@ -15,6 +15,7 @@ use candle_posenc::{Backend, EncodingConfig, Llama, LlamaConfig};
 use clap::{Parser, ValueEnum};
 use common::encodings::EncodingName;
 use common::evaluation::perplexity;
+use common::message;
 use common::sampling::write_on;
 use common::tales::tales;
 use common::training::{Schedule, Trainer};
@@ -146,13 +147,7 @@ enum BackendName {
 }
 
 fn main() -> ExitCode {
-    match run(&Options::parse()) {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            eprintln!("train: {error}");
-            ExitCode::FAILURE
-        }
-    }
+    common::conclude("train", run(&Options::parse()))
 }
 
 fn run(options: &Options) -> Result<()> {
@@ -391,7 +386,7 @@ impl Progress {
         self.done += 1;
         self.loss += (loss - self.loss) * (1. / self.done as f64).max(0.05);
         let state = format!("loss {:.3}  {:.0} tokens/s", self.loss, self.speed());
-        let often = self.steps.div_ceil(20);
+        let often = self.steps.div_ceil(10);
         match &self.bar {
             Some(bar) => {
                 bar.set_message(state);
@@ -453,7 +448,7 @@ fn print_reach(model: &Llama, text: &Text, length: usize, device: &Device) -> Re
                 whole.push((reach, found.whole));
             }
             // A learned table ends, or the held-out text is too short: the others still tell something.
-            Err(error) if reach > 1 => println!("{context:>14}  {error}"),
+            Err(error) if reach > 1 => println!("{context:>14}  {}", message(&error)),
             Err(error) => return Err(error),
         }
     }
