@@ -32,7 +32,7 @@ use super::pack::pack_value;
 use super::{Ctx, Encoding, ModelDims, PosState, Qkv, RopeConfig};
 use crate::positions::Positions;
 use crate::rotate::{rotate, Layout, Rotation};
-use candle_core::{bail, DType, Result, Tensor};
+use candle_core::{bail, Result, Tensor};
 use candle_nn::{Init, VarBuilder};
 use rand::RngExt;
 use serde::{Deserialize, Serialize};
