@@ -21,9 +21,8 @@ mod common;
 use candle_core::{bail, DType, Device, Result, Tensor};
 use candle_nn::{Init, VarBuilder};
 use candle_posenc::encoding::{Rope, RopeConfig};
-use candle_posenc::init::SeededVars;
 use candle_posenc::{
-    Ctx, Encoding, EncodingConfig, KvCache, Llama, LlamaConfig, ModelDims, PosState, Positions, Qkv,
+    Ctx, Encoding, KvCache, Llama, LlamaConfig, ModelDims, PosState, Positions, Qkv, SeededVars,
 };
 use common::tales::tales;
 use common::training::{Schedule, Trainer};
@@ -48,7 +47,7 @@ impl Interleaved {
             vb.get_with_hints((1, dims.heads, 1, 1), "sharpening", Init::Const(0.))
         };
         Ok(Self {
-            rope: Rope::new(&RopeConfig::default(), dims, vb.device())?,
+            rope: Rope::new(&RopeConfig::default(), dims)?,
             sharpening: (0..dims.layers)
                 .map(|layer| {
                     ((layer + 1) % n == 0)
@@ -104,21 +103,13 @@ const STEPS: usize = 60;
 
 fn main() -> Result<()> {
     let device = Device::Cpu;
+    // The crate has no name for ours: `Llama::with_encoding` takes it as it is and leaves `config.encoding` aside.
     let config = LlamaConfig {
-        vocab_size: 256,
         hidden_size: 64,
-        intermediate_size: 192,
-        num_hidden_layers: 4,
-        num_attention_heads: 4,
+        intermediate_size: 176,
         num_key_value_heads: 2,
-        head_dim: None,
-        rms_norm_eps: 1e-6,
-        tie_word_embeddings: true,
         max_position_embeddings: LENGTH,
-        window: None,
-        initializer_range: 0.02,
-        // The crate has no name for ours: `Llama::with_encoding` takes it as it is and leaves this aside.
-        encoding: EncodingConfig::Nope,
+        ..LlamaConfig::default()
     };
 
     let vars = SeededVars::new(0);

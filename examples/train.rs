@@ -10,8 +10,7 @@
 mod common;
 
 use candle_core::{bail, DType, Device, Error, Result};
-use candle_posenc::init::SeededVars;
-use candle_posenc::{Backend, EncodingConfig, Llama, LlamaConfig};
+use candle_posenc::{Backend, EncodingConfig, Llama, LlamaConfig, SeededVars};
 use clap::{Parser, ValueEnum};
 use common::encodings::EncodingName;
 use common::evaluation::perplexity;
@@ -112,7 +111,12 @@ struct Options {
     steps: usize,
 
     /// Highest learning rate
-    #[arg(long, value_name = "RATE", default_value_t = 3e-3)]
+    #[arg(
+        long,
+        value_name = "RATE",
+        default_value_t = 3e-3,
+        allow_negative_numbers = true
+    )]
     lr: f64,
 
     /// Seed of weights, batches and the sample
@@ -249,20 +253,15 @@ fn model_config(options: &Options) -> Result<LlamaConfig> {
         }
     };
     Ok(LlamaConfig {
-        vocab_size: 256,
         hidden_size: width,
         // Three matrices of 8/3 the width have as many weights as the usual two of four times the width.
-        intermediate_size: (8 * width / 3).next_multiple_of(32),
+        intermediate_size: (8 * width / 3).next_multiple_of(8),
         num_hidden_layers: layers,
         num_attention_heads: heads,
         num_key_value_heads: kv_heads,
-        head_dim: None,
-        rms_norm_eps: 1e-6,
-        tie_word_embeddings: true,
         max_position_embeddings: length,
-        window: None,
-        initializer_range: 0.02,
         encoding,
+        ..LlamaConfig::default()
     })
 }
 
@@ -292,7 +291,7 @@ impl Text {
                 .collect();
             (names.join(", "), bytes)
         };
-        let shortest = 10 * (options.length + 1);
+        let shortest = options.length.saturating_add(1).saturating_mul(10);
         if training.len() < shortest {
             bail!(
                 "{name}: {} bytes are too few; --length {} needs at least {shortest}",
