@@ -451,11 +451,16 @@ fn print_reach(model: &Llama, text: &Text, length: usize, device: &Device) -> Re
             Err(error) => return Err(error),
         }
     }
-    if let (Some((_, short)), Some((reach, long))) =
-        (whole.first(), whole.get(1..).and_then(<[_]>::last))
-    {
-        println!("At {reach}× the training length the perplexity is {:.3} times that at 1×: longer contexts {}.",
-            long / short, if long <= short { "helped" } else { "made it worse" });
+    if let [(_, short), .., (reach, long)] = whole[..] {
+        let ratio = long / short;
+        let verdict = match ratio {
+            r if r < 0.99 => "longer contexts helped",
+            r if r > 1.01 => "longer contexts got worse",
+            _ => "longer contexts neither helped nor got worse",
+        };
+        println!(
+            "Perplexity at {reach}× the training length is {ratio:.3} times that at 1×: {verdict}."
+        );
     }
     Ok(())
 }
@@ -490,4 +495,68 @@ fn read(path: &Path) -> Result<Vec<u8>> {
 
 fn about(path: &Path, error: impl std::fmt::Display) -> Error {
     Error::msg(format!("{}: {error}", path.display()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn options(words: &[&str]) -> Options {
+        Options::parse_from([&["train"], words].concat())
+    }
+
+    #[test]
+    fn model_config_sizes_that_do_not_fit_refused_in_one_line() {
+        for (words, told) in [
+            (["--heads", "3"], "3 does not divide 128"),
+            (["--kv-heads", "3"], "3 does not divide 4"),
+            (["--kv-heads", "0"], "--kv-heads"),
+            (["--steps", "0"], "--steps"),
+            (["--length", "1"], "--length"),
+            (["--lr", "-1"], "--lr"),
+            (["--lr", "inf"], "--lr"),
+            (["--config", "no such file"], "no such file"),
+        ] {
+            let told_of = message(&model_config(&options(&words)).unwrap_err());
+            assert!(told_of.contains(told), "{words:?}: {told_of}");
+            assert_eq!(told_of.lines().count(), 1, "{told_of}");
+        }
+    }
+
+    #[test]
+    fn options_single_size_given_overrides_toy() -> Result<()> {
+        let config = model_config(&options(&["--toy", "--layers", "3"]))?;
+        assert_eq!((config.num_hidden_layers, config.hidden_size), (3, 32));
+        Ok(())
+    }
+
+    #[test]
+    fn text_too_short_for_the_length_refused() -> Result<()> {
+        let path = std::env::temp_dir().join(format!("train-short-{}", std::process::id()));
+        std::fs::write(&path, [b'a'; 329]).map_err(|e| about(&path, e))?;
+        let file = path.display().to_string();
+        let opened = Text::open(&options(&["--toy", "--text", &file]));
+        assert!(opened.is_err_and(|e| message(&e).contains("329 bytes are too few")));
+        let opened = Text::open(&options(&["--toy", "--length", "31", "--text", &file]))?;
+        assert_eq!((opened.training.len(), opened.held_out.len()), (297, 32));
+        std::fs::remove_file(&path).map_err(|e| about(&path, e))
+    }
+
+    #[test]
+    fn run_toy_saves_a_model_that_loads_back_trained() -> Result<()> {
+        let folder = std::env::temp_dir().join(format!("train-toy-{}", std::process::id()));
+        let out = folder.display().to_string();
+        run(&options(&["--toy", "--steps", "30", "--out", &out]))?;
+
+        let config: LlamaConfig =
+            serde_json::from_slice(&read(&folder.join("config.json"))?).map_err(Error::wrap)?;
+        let vars = SeededVars::new(1);
+        let model = Llama::new(&config, vars.builder(DType::F32, &Device::Cpu))?;
+        let text = tales(2000, 5);
+        let untrained = perplexity(&model, &text, 32, &Device::Cpu)?.whole;
+        vars.load(folder.join("model.safetensors"))?;
+        let trained = perplexity(&model, &text, 32, &Device::Cpu)?.whole;
+        assert!(untrained > 200. && trained < 100., "{untrained} {trained}");
+        std::fs::remove_dir_all(&folder).map_err(|e| about(&folder, e))
+    }
 }
