@@ -4,7 +4,7 @@
 //! each behind a norm; a last norm and the head make logits (B, T, V). The encoding acts only through its
 //! [hooks](Encoding).
 
-use crate::attend::Backend;
+use crate::attend::{Backend, Plan};
 use crate::attention::{linear, Attention};
 use crate::cache::{CacheStep, KvCache};
 use crate::encoding::{Ctx, Encoding, EncodingConfig, ModelDims, PosState, RopeConfig};
@@ -290,6 +290,25 @@ impl Llama {
     /// The configuration that the model was built from.
     pub fn config(&self) -> &LlamaConfig {
         &self.config
+    }
+
+    /// What attention in a layer will do in [`forward`](Self::forward), and why. It runs the layer's projections,
+    /// but no attention.
+    ///
+    /// # Shapes
+    /// For tokens (B, T): `batch` and `len`.
+    ///
+    /// # Errors
+    /// When there is no such layer or attention cannot run.
+    pub fn plan(&self, layer: usize, batch: usize, len: usize) -> Result<Plan> {
+        let Some(block) = self.blocks.get(layer) else {
+            bail!("llama: layer {layer} of {}", self.blocks.len())
+        };
+        let weights = self.embed_tokens.embeddings();
+        let shape = (batch, len, self.config.hidden_size);
+        let x = Tensor::zeros(shape, weights.dtype(), weights.device())?;
+        let state = (self.encoding).begin(&x, &Positions::first(len), &mut Ctx::default())?;
+        block.attention.plan(&x, &*self.encoding, &state)
     }
 
     /// Logits of the next token behind each of the tokens, which stand at 0, 1, ….
