@@ -1,8 +1,9 @@
 //! The attention part of a transformer block: projections, grouped heads, and the hooks of an [`Encoding`].
 
-use crate::attend::{attend, AttendSpec, Backend};
+use crate::attend::{attend, plan, AttendSpec, Backend, Plan};
 use crate::cache::CacheStep;
 use crate::encoding::{Encoding, ModelDims, PosState, Qkv};
+use crate::positions::Positions;
 use candle_core::{bail, Result, Tensor};
 use candle_nn::{Init, Linear, Module, VarBuilder};
 
@@ -75,18 +76,10 @@ impl Attention {
         cache: Option<&mut CacheStep>,
     ) -> Result<Attended> {
         let ModelDims {
-            heads,
-            kv_heads,
-            head_dim,
-            ..
+            heads, head_dim, ..
         } = self.dims;
         let (b, t, _) = x.dims3()?;
-        let qkv = Qkv {
-            q: split_heads(&self.q_proj.forward(x)?, heads)?, // (B,H,T,D)
-            k: split_heads(&self.k_proj.forward(x)?, kv_heads)?, // (B,G,T,D)
-            v: split_heads(&self.v_proj.forward(x)?, kv_heads)?, // (B,G,T,D)
-        };
-        let Qkv { q, k, v } = encoding.encode(self.layer, qkv, state)?; // v: (B,G,T,E)
+        let Qkv { q, k, v } = self.project(x, encoding, state)?; // v: (B,G,T,E)
         let (k, v, key_positions) = match cache {
             Some(step) => {
                 let (k, v) = step.append(self.layer, &k, &v, q.track_op())?; // (B,G,S,D), (B,G,S,E)
@@ -94,13 +87,7 @@ impl Attention {
             }
             None => (k, v, &state.positions),
         };
-        let spec = AttendSpec {
-            window: self.window,
-            ..AttendSpec::causal()
-        }
-        .with_score(encoding.score(self.layer))
-        .with_backend(self.backend)
-        .with_positions(state.positions.clone(), key_positions.clone());
+        let spec = self.spec(encoding, state, key_positions);
         let mixed = attend(&q, &k, &v, &spec)?; // (B,H,T,E)
 
         let width = mixed.dim(3)?;
@@ -120,6 +107,41 @@ impl Attention {
             out: self.o_proj.forward(&own)?,
             carried,
         })
+    }
+
+    /// What [`forward`](Self::forward) without a cache will do in [`attend`](crate::attend()), and why.
+    ///
+    /// # Shapes
+    /// x (B, T, C), as for [`forward`](Self::forward); its values do not matter.
+    ///
+    /// # Errors
+    /// As [`forward`](Self::forward).
+    pub fn plan(&self, x: &Tensor, encoding: &dyn Encoding, state: &PosState) -> Result<Plan> {
+        let Qkv { q, k, v } = self.project(x, encoding, state)?;
+        plan(&q, &k, &v, &self.spec(encoding, state, &state.positions))
+    }
+
+    /// x (B,T,C) → encoded q (B,H,T,D), k (B,G,T,D), v (B,G,T,E).
+    fn project(&self, x: &Tensor, encoding: &dyn Encoding, state: &PosState) -> Result<Qkv> {
+        let ModelDims {
+            heads, kv_heads, ..
+        } = self.dims;
+        let qkv = Qkv {
+            q: split_heads(&self.q_proj.forward(x)?, heads)?, // (B,H,T,D)
+            k: split_heads(&self.k_proj.forward(x)?, kv_heads)?, // (B,G,T,D)
+            v: split_heads(&self.v_proj.forward(x)?, kv_heads)?, // (B,G,T,D)
+        };
+        encoding.encode(self.layer, qkv, state)
+    }
+
+    fn spec(&self, encoding: &dyn Encoding, state: &PosState, keys: &Positions) -> AttendSpec {
+        AttendSpec {
+            window: self.window,
+            ..AttendSpec::causal()
+        }
+        .with_score(encoding.score(self.layer))
+        .with_backend(self.backend)
+        .with_positions(state.positions.clone(), keys.clone())
     }
 }
 

@@ -18,22 +18,18 @@ use candle_core::{bail, DType, Device, Result, Tensor};
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
-/// use candle_posenc::{Ctx, EncodingConfig, KvCache, Llama, LlamaConfig, Positions, SeededVars};
+/// use candle_posenc::{Ctx, KvCache, Llama, LlamaConfig, Positions, SeededVars};
 /// # fn main() -> candle_core::Result<()> {
-/// # let config = LlamaConfig {
-/// #     vocab_size: 11, hidden_size: 8, intermediate_size: 16, num_hidden_layers: 2, num_attention_heads: 2,
-/// #     num_key_value_heads: 1, head_dim: None, rms_norm_eps: 1e-6, tie_word_embeddings: false,
-/// #     max_position_embeddings: 32, window: None, initializer_range: 0.02, encoding: EncodingConfig::Nope,
-/// # };
+/// # let config = LlamaConfig::default();
 /// # let vb = SeededVars::new(0).builder(DType::F32, &Device::Cpu);
-/// # let model = Llama::new(&config, vb)?.with_backend(candle_posenc::Backend::Dense);
+/// let model = Llama::new(&config, vb)?;
 /// let mut cache = KvCache::new(config.num_hidden_layers).without_gradients();
 /// let prompt = Tensor::new(&[[3u32, 1, 4, 1, 5]], &Device::Cpu)?;
 /// model.forward_at(&prompt, &Positions::first(5), Some(&mut cache), &mut Ctx::default())?;
 /// let next = Tensor::new(&[[9u32]], &Device::Cpu)?;
 /// let positions = cache.next_positions(1)?;
 /// let logits = model.forward_at(&next, &positions, Some(&mut cache), &mut Ctx::default())?;
-/// assert_eq!((cache.len(), logits.dims()), (6, &[1, 1, 11][..]));
+/// assert_eq!((cache.len(), logits.dims()), (6, &[1, 1, 256][..]));
 /// # Ok(())
 /// # }
 /// ```

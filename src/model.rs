@@ -4,10 +4,10 @@
 //! each behind a norm; a last norm and the head make logits (B, T, V). The encoding acts only through its
 //! [hooks](Encoding).
 
-use crate::attend::Backend;
+use crate::attend::{Backend, Plan};
 use crate::attention::{linear, Attention};
 use crate::cache::{CacheStep, KvCache};
-use crate::encoding::{Ctx, Encoding, EncodingConfig, ModelDims, PosState};
+use crate::encoding::{Ctx, Encoding, EncodingConfig, ModelDims, PosState, RopeConfig};
 use crate::positions::Positions;
 use candle_core::{bail, DType, Result, Tensor};
 use candle_nn::{Embedding, Init, Linear, Module, RmsNorm, VarBuilder};
@@ -56,6 +56,27 @@ fn default_rms_norm_eps() -> f64 {
 
 fn default_initializer_range() -> f64 {
     0.02
+}
+
+impl Default for LlamaConfig {
+    /// A small byte-level model with RoPE: 4 layers of width 128, 4 heads, 0.8 million weights.
+    fn default() -> Self {
+        Self {
+            vocab_size: 256,
+            hidden_size: 128,
+            intermediate_size: 344,
+            num_hidden_layers: 4,
+            num_attention_heads: 4,
+            num_key_value_heads: 4,
+            head_dim: None,
+            rms_norm_eps: 1e-5,
+            tie_word_embeddings: true,
+            max_position_embeddings: 2048,
+            window: None,
+            initializer_range: default_initializer_range(),
+            encoding: EncodingConfig::Rope(RopeConfig::default()),
+        }
+    }
 }
 
 impl LlamaConfig {
@@ -198,27 +219,12 @@ impl Block {
 /// use candle_core::{DType, Device, Tensor};
 /// use candle_posenc::{Ctx, EncodingConfig, Llama, LlamaConfig, SeededVars};
 /// # fn main() -> candle_core::Result<()> {
-/// let config = LlamaConfig {
-///     vocab_size: 11,
-///     hidden_size: 8,
-///     intermediate_size: 16,
-///     num_hidden_layers: 2,
-///     num_attention_heads: 2,
-///     num_key_value_heads: 1,
-///     head_dim: None,
-///     rms_norm_eps: 1e-6,
-///     tie_word_embeddings: false,
-///     max_position_embeddings: 32,
-///     window: None,
-///     initializer_range: 0.02,
-///     encoding: EncodingConfig::Nope,
-/// };
+/// let config = LlamaConfig { encoding: EncodingConfig::Nope, ..LlamaConfig::default() };
 /// let vars = SeededVars::new(0);
 /// let model = Llama::new(&config, vars.builder(DType::F32, &Device::Cpu))?;
-/// # let model = model.with_backend(candle_posenc::Backend::Dense);
 /// let tokens = Tensor::new(&[[3u32, 1, 4, 1, 5], [9, 2, 6, 5, 3]], &Device::Cpu)?;
 /// let logits = model.forward(&tokens, &mut Ctx::default())?;
-/// assert_eq!(logits.dims(), &[2, 5, 11]);
+/// assert_eq!(logits.dims(), &[2, 5, 256]);
 /// # Ok(())
 /// # }
 /// ```
@@ -284,6 +290,25 @@ impl Llama {
     /// The configuration that the model was built from.
     pub fn config(&self) -> &LlamaConfig {
         &self.config
+    }
+
+    /// What attention in a layer will do in [`forward`](Self::forward), and why. It runs the layer's projections,
+    /// but no attention.
+    ///
+    /// # Shapes
+    /// For tokens (B, T): `batch` and `len`.
+    ///
+    /// # Errors
+    /// When there is no such layer or attention cannot run.
+    pub fn plan(&self, layer: usize, batch: usize, len: usize) -> Result<Plan> {
+        let Some(block) = self.blocks.get(layer) else {
+            bail!("llama: layer {layer} of {}", self.blocks.len())
+        };
+        let weights = self.embed_tokens.embeddings();
+        let shape = (batch, len, self.config.hidden_size);
+        let x = Tensor::zeros(shape, weights.dtype(), weights.device())?;
+        let state = (self.encoding).begin(&x, &Positions::first(len), &mut Ctx::default())?;
+        block.attention.plan(&x, &*self.encoding, &state)
     }
 
     /// Logits of the next token behind each of the tokens, which stand at 0, 1, ….

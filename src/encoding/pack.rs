@@ -126,9 +126,7 @@ fn copy_row<X: Copy, Y>(
     let start: usize = (0..3).map(|axis| token[axis] * from.strides[axis]).sum();
     if from.strides[3] == 1 {
         let row = &from.data[start..start + to.len()];
-        to.iter_mut()
-            .zip(row)
-            .for_each(|(to, x)| *to = convert(*x));
+        to.iter_mut().zip(row).for_each(|(to, x)| *to = convert(*x));
     } else {
         for (j, to) in to.iter_mut().enumerate() {
             *to = convert(from.data[start + j * from.strides[3]]);
@@ -151,7 +149,11 @@ mod tests {
         let re = random((1, 1, 5, 2))?.broadcast_as((2, 3, 5, 2))?;
         let im = random((2, 3, 2, 5))?.transpose(2, 3)?;
         for dtype in [DType::F64, DType::F32, DType::BF16, DType::F16] {
-            let state = if dtype == DType::F64 { dtype } else { DType::F32 };
+            let state = if dtype == DType::F64 {
+                dtype
+            } else {
+                DType::F32
+            };
             let (v, re, im) = (v.to_dtype(dtype)?, re.to_dtype(state)?, im.to_dtype(state)?);
             let rounded = |x: &Tensor| x.to_dtype(dtype)?.contiguous();
             let expected = Tensor::cat(&[v.contiguous()?, rounded(&re)?, rounded(&im)?], 3)?;

@@ -450,6 +450,8 @@ fn shift_tokens(positions: &Positions, shift: i64) -> Result<Positions> {
 /// Number of positions up to the last token.
 fn length(positions: &Positions, batch: usize) -> Result<usize> {
     let table = positions.table(batch)?;
-    let last = (0..table.rows).filter_map(|row| table.row(row).iter().max()).max();
+    let last = (0..table.rows)
+        .filter_map(|row| table.row(row).iter().max())
+        .max();
     Ok(last.map_or(0, |last| (last + 1).max(0) as usize))
 }
