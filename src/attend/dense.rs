@@ -16,7 +16,7 @@ pub(super) fn attend(q: &Tensor, k: &Tensor, v: &Tensor, call: &Resolved) -> Res
     let Dims {
         b, h, g, t, s, e, ..
     } = call.dims;
-    if b * t * s == 0 {
+    if b * h * t * s == 0 {
         return Ok(AttendOutput {
             out: Tensor::zeros((b, h, t, e), dtype, device)?,
             lse: Tensor::full(f32::NEG_INFINITY, (b, h, t), device)?.to_dtype(accumulate)?,
