@@ -55,8 +55,9 @@ pub struct TapeConfig {
     pub norm: StateNorm,
     /// Factor η of both updates.
     pub step: f64,
-    /// Whether training moves all tokens of a call by a distance drawn from 0..=2·max_positions. Outputs do not
-    /// depend on it but for rounding. It is not drawn for sequences longer than max_positions.
+    /// Whether training moves all tokens of a call by a distance drawn from 0..=2·max_positions, by [`Ctx::rng`].
+    /// Outputs do not depend on it but for rounding. It is not drawn for sequences longer than max_positions, nor with
+    /// frequencies that depend on the length (dynamic, longrope).
     pub random_shift: bool,
 }
 
@@ -197,7 +198,10 @@ impl Tape {
     fn draw_shift(&self, len: usize, ctx: &mut Ctx) -> Option<i64> {
         let max = self.dims.max_positions;
         let rng = ctx.rng.as_mut()?;
-        let wanted = self.config.random_shift && ctx.train && len <= max;
+        let wanted = self.config.random_shift
+            && ctx.train
+            && len <= max
+            && !self.config.rope.scaling.depends_on_length();
         let limit = i64::try_from(max).ok()?.checked_mul(2)?;
         wanted.then(|| rng.random_range(0..=limit))
     }
@@ -205,17 +209,12 @@ impl Tape {
 
 impl Encoding for Tape {
     fn begin(&self, x: &Tensor, positions: &Positions, ctx: &mut Ctx) -> Result<PosState> {
-        let (batch, _, _) = x.dims3()?;
-        let mut planned_len = ctx.planned_len;
-        let shifted = match self.draw_shift(positions.len(), ctx) {
-            Some(shift) => {
-                // Scalings that depend on the length go by the true one.
-                planned_len = match planned_len {
-                    Some(len) => Some(len),
-                    None => Some(length(positions, batch)?),
-                };
-                shift_tokens(positions, shift)?
-            }
+        let (batch, tokens, _) = x.dims3()?;
+        if tokens != positions.len() {
+            bail!("tape: {} positions for x {:?}", positions.len(), x.dims())
+        }
+        let shifted = match self.draw_shift(tokens, ctx) {
+            Some(shift) => shift_tokens(positions, shift)?,
             None => positions.clone(),
         };
         let Rotation { cos, sin } = self.config.rope.rotation(
@@ -224,14 +223,9 @@ impl Encoding for Tape {
             batch,
             x.dtype(),
             x.device(),
-            planned_len,
+            ctx.planned_len,
         )?;
-        let shape = (
-            batch,
-            self.dims.kv_heads,
-            positions.len(),
-            self.dims.head_dim / 2,
-        );
+        let shape = (batch, self.dims.kv_heads, tokens, self.dims.head_dim / 2);
         Ok(PosState {
             positions: positions.clone(),
             rotation: Some(Rotation {
@@ -445,13 +439,4 @@ fn shift_tokens(positions: &Positions, shift: i64) -> Result<Positions> {
             Positions::explicit(padding.where_cond(pos, &moved)?, segment.clone())
         }
     }
-}
-
-/// Number of positions up to the last token.
-fn length(positions: &Positions, batch: usize) -> Result<usize> {
-    let table = positions.table(batch)?;
-    let last = (0..table.rows)
-        .filter_map(|row| table.row(row).iter().max())
-        .max();
-    Ok(last.map_or(0, |last| (last + 1).max(0) as usize))
 }

@@ -4,9 +4,14 @@
 use candle_core::{DType, Device, Result, Tensor, D};
 use candle_nn::{Init, VarBuilder};
 
-use candle_posenc::{
-    Backend, Ctx, EncodingConfig, KvCache, Llama, LlamaConfig, Positions, SeededVars,
+use candle_posenc::encoding::{
+    AbsoluteConfig, AlibiConfig, HeadMixing, PhaseForm, PhaseNorm, RopeConfig, StateNorm,
+    TapaConfig, TapeConfig,
 };
+use candle_posenc::{
+    Backend, Ctx, EncodingConfig, KvCache, Layout, Llama, LlamaConfig, Positions, SeededVars,
+};
+use serde_json::json;
 
 /// The paths that every test of values runs on.
 pub const BACKENDS: [Backend; 1] = [Backend::Dense];
@@ -20,7 +25,95 @@ pub const PLANNED: usize = 96;
 
 /// Every encoding, with a name for messages.
 pub fn encodings() -> Vec<(&'static str, EncodingConfig)> {
-    vec![("nope", EncodingConfig::Nope)]
+    let rope = |settings: serde_json::Value| RopeConfig::from_hf(&settings).expect("a RoPE");
+    let scaled = |scaling| rope(json!({ "rope_scaling": scaling }));
+    let yarn = || {
+        scaled(json!({
+            "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8, "beta_fast": 4.0
+        }))
+    };
+    let partial = RopeConfig {
+        partial_rotary_factor: 0.5,
+        layout: Layout::Interleaved,
+        ..RopeConfig::default()
+    };
+    let llama3 = scaled(json!({
+        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16
+    }));
+    let dynamic = scaled(json!({ "rope_type": "dynamic", "factor": 2.0 }));
+    let longrope = scaled(json!({
+        "rope_type": "longrope", "original_max_position_embeddings": 8,
+        "short_factor": [1.0, 1.0, 1.1, 1.2], "long_factor": [1.0, 2.0, 3.0, 4.0]
+    }));
+    let tapa = TapaConfig::default;
+    let tape = || TapeConfig {
+        position_size: 5,
+        ..TapeConfig::default()
+    };
+    use AbsoluteConfig::{Learned, Sinusoidal};
+    use EncodingConfig::{Absolute, Alibi, Nope, Rope, Tapa, Tape};
+    vec![
+        ("nope", Nope),
+        ("sinusoidal", Absolute(Sinusoidal { theta: 10_000. })),
+        ("learned", Absolute(Learned { max_positions: 150 })),
+        ("rope", Rope(RopeConfig::default())),
+        ("partial rope", Rope(partial)),
+        ("yarn", Rope(yarn())),
+        ("llama3", Rope(llama3)),
+        ("dynamic", Rope(dynamic)),
+        ("longrope", Rope(longrope)),
+        ("alibi", Alibi(AlibiConfig::default())),
+        ("tapa", Tapa(tapa())),
+        (
+            "tapa linear",
+            Tapa(TapaConfig {
+                phase: PhaseForm::Linear,
+                ..tapa()
+            }),
+        ),
+        (
+            "tapa phase norm",
+            Tapa(TapaConfig {
+                phase_norm: Some(PhaseNorm {
+                    gain: 0.4,
+                    learned: true,
+                }),
+                ..tapa()
+            }),
+        ),
+        ("tape", Tape(tape())),
+        (
+            "tape full yarn",
+            Tape(TapeConfig {
+                mixing: HeadMixing::Full,
+                rope: yarn(),
+                step: 0.7,
+                ..tape()
+            }),
+        ),
+        (
+            "tape unit",
+            Tape(TapeConfig {
+                norm: StateNorm::Unit,
+                ..tape()
+            }),
+        ),
+        (
+            "tape attention only",
+            Tape(TapeConfig {
+                token_update: false,
+                ..tape()
+            }),
+        ),
+        (
+            "tape tokens only",
+            Tape(TapeConfig {
+                attention_update: false,
+                ..tape()
+            }),
+        ),
+    ]
 }
 
 /// Grouped heads, a head width of its own, weights large enough for attention to matter.
@@ -37,7 +130,7 @@ pub fn config(encoding: EncodingConfig) -> LlamaConfig {
         tie_word_embeddings: false,
         max_position_embeddings: 32,
         window: None,
-        initializer_range: 0.3,
+        initializer_range: 0.2,
         encoding,
     }
 }
@@ -155,15 +248,49 @@ pub fn difference(actual: &Tensor, reference: &Tensor) -> f64 {
     pairs.fold(0f64, |m, (a, b)| m.max((a - b).abs())) / largest
 }
 
-/// Asserts that two tensors agree as far as their dtype lets them.
+/// A model under test: its name for messages, and how far its results may be apart.
+pub struct Case {
+    pub name: String,
+    pub tolerance: f64,
+}
+
+impl std::fmt::Display for Case {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(&self.name)
+    }
+}
+
+impl Case {
+    #[track_caller]
+    pub fn assert_close(&self, actual: &Tensor, reference: &Tensor, what: &str) {
+        let (found, tolerance) = (difference(actual, reference), self.tolerance);
+        assert!(
+            found <= tolerance,
+            "{self}: {what}: {found:e} above {tolerance:e}"
+        );
+    }
+}
+
+/// How far two ways to the same logits may be apart: 1e-10 in f64. In f32 it is 1e-5 and twice what one whole pass
+/// differs from that of an f64 model with the same weights: random TAPA multiplies rounding a thousandfold.
+pub fn tolerance(config: &LlamaConfig, dtype: DType, backend: Backend) -> Result<f64> {
+    if dtype == DType::F64 {
+        return Ok(1e-10);
+    }
+    let vars = variables(config, dtype)?;
+    let logits = |computed_in| {
+        let model = Llama::new(config, plain(&vars, computed_in)?)?.with_backend(backend);
+        whole(&model, &tokens(2, 40, 1)?, &Positions::first(40))
+    };
+    Ok(1e-5 + 2. * difference(&logits(dtype)?, &logits(DType::F64)?))
+}
+
+/// Asserts that two f64 tensors agree to 1e-10.
 #[track_caller]
 pub fn assert_close(actual: &Tensor, reference: &Tensor, what: &str) {
-    let tolerance = match reference.dtype() {
-        DType::F64 => 1e-10,
-        _ => 1e-5,
-    };
+    assert_eq!(reference.dtype(), DType::F64);
     let found = difference(actual, reference);
-    assert!(found <= tolerance, "{what}: {found:e} above {tolerance:e}");
+    assert!(found <= 1e-10, "{what}: {found:e}");
 }
 
 /// Cross-entropy of each token's logits with the token that follows it.
