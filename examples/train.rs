@@ -10,28 +10,23 @@
 mod common;
 
 use candle_core::{bail, DType, Device, Error, Result};
-use candle_posenc::{Backend, EncodingConfig, Llama, LlamaConfig, SeededVars};
-use clap::{Parser, ValueEnum};
-use common::encodings::EncodingName;
+use candle_posenc::{EncodingConfig, Llama, LlamaConfig, SeededVars};
+use clap::Parser;
 use common::evaluation::perplexity;
 use common::message;
+use common::names::{BackendName, EncodingName};
+use common::progress::Progress;
 use common::sampling::write_on;
-use common::tales::tales;
+use common::text::{about, read, Text};
 use common::training::{Schedule, Trainer};
-use indicatif::{ProgressBar, ProgressStyle};
 use rand::{rngs::StdRng, SeedableRng};
-use std::io::IsTerminal;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
-use std::time::Instant;
 
 /// Contexts at which the trained model is read, in training lengths.
 const REACH: [usize; 4] = [1, 2, 4, 8];
 /// Windows that the longest context gets, where the held-out part is long enough. All contexts read the same bytes.
 const LONGEST_WINDOWS: usize = 8;
-/// Size of the made text and its seed: the same for every run, so that runs can be compared.
-const MADE_BYTES: usize = 3 << 20;
-const MADE_SEED: u64 = 1;
 const TEMPERATURE: f64 = 0.8;
 
 /// Train a byte-level LLaMA with any positional encoding on any text, then print a sample and the perplexity at
@@ -140,23 +135,13 @@ struct Options {
     toy: bool,
 }
 
-#[derive(Clone, Copy, ValueEnum)]
-enum BackendName {
-    /// Fused where there is a kernel for the device
-    Auto,
-    /// Plain tensor operations
-    Dense,
-    /// Fused kernels, or an error
-    Fused,
-}
-
 fn main() -> ExitCode {
     common::conclude("train", run(&Options::parse()))
 }
 
 fn run(options: &Options) -> Result<()> {
     let config = model_config(options)?;
-    let text = Text::open(options)?;
+    let text = Text::open(&options.text, options.length)?;
     let prompt = prompt(options, &text)?;
     if let Some(out) = &options.out {
         std::fs::create_dir_all(out).map_err(|e| about(out, e))?;
@@ -164,48 +149,45 @@ fn run(options: &Options) -> Result<()> {
 
     let device = Device::Cpu;
     let vars = SeededVars::new(options.seed);
-    let model = Llama::new(&config, vars.builder(DType::F32, &device))?.with_backend(match options
-        .backend
-    {
-        BackendName::Auto => Backend::Auto,
-        BackendName::Dense => Backend::Dense,
-        BackendName::Fused => Backend::Fused,
-    });
-    let weights: usize = vars.vars().iter().map(|var| var.elem_count()).sum();
-    let LlamaConfig {
-        num_hidden_layers: layers,
-        hidden_size: width,
-        num_attention_heads: heads,
-        num_key_value_heads: kv_heads,
-        ..
-    } = config;
-    let Options {
-        batch,
-        length,
-        steps,
-        lr,
-        seed,
-        ..
-    } = *options;
-    let encoding = serde_json::to_string(&config.encoding).map_err(Error::wrap)?;
-    let (training, held_out) = (text.training.len(), text.held_out.len());
-    let plan = model.plan(0, batch, length)?;
-    println!("model      {weights} weights: {layers} layers of width {width}, {heads} query and {kv_heads} key/value heads");
-    println!("encoding   {encoding}");
-    println!(
-        "text       {}: {training} bytes to train on, {held_out} held out",
-        text.name
-    );
-    println!("training   {steps} steps of {batch} windows of {length} bytes, learning rate {lr}, seed {seed}");
-    println!("device     {device:?}");
-    println!("attention  {plan}");
-
+    let model = Llama::new(&config, vars.builder(DType::F32, &device))?
+        .with_backend(options.backend.into());
+    print_facts(&model, &vars, &text, options)?;
     train(&model, &vars, &text, options, &device)?;
     print_reach(&model, &text, options.length, &device)?;
     print_sample(&model, &prompt, options, &device)?;
     if let Some(out) = &options.out {
         save(&config, &vars, out)?;
     }
+    Ok(())
+}
+
+/// What this run is about, before it starts.
+fn print_facts(model: &Llama, vars: &SeededVars, text: &Text, options: &Options) -> Result<()> {
+    let &Options {
+        layers,
+        width,
+        heads,
+        length,
+        batch,
+        steps,
+        lr,
+        seed,
+        ..
+    } = options;
+    let kv_heads = model.config().num_key_value_heads;
+    let weights: usize = vars.vars().iter().map(|var| var.elem_count()).sum();
+    let encoding = serde_json::to_string(&model.config().encoding).map_err(Error::wrap)?;
+    let (training, held_out) = (text.training.len(), text.held_out.len());
+    let plan = model.plan(0, batch, length)?;
+    println!("model      {weights} weights: {layers} layers of width {width}, {heads} query and {kv_heads} key/value heads");
+    println!("encoding   {encoding}");
+    println!(
+        "text       {training} bytes to train on, {held_out} held out: {}",
+        text.name
+    );
+    println!("training   {steps} steps of {batch} windows of {length} bytes, learning rate {lr}, seed {seed}");
+    println!("device     CPU");
+    println!("attention  {plan}");
     Ok(())
 }
 
@@ -265,49 +247,6 @@ fn model_config(options: &Options) -> Result<LlamaConfig> {
     })
 }
 
-/// The bytes to train on and those to be judged by.
-struct Text {
-    name: String,
-    training: Vec<u8>,
-    held_out: Vec<u8>,
-}
-
-impl Text {
-    fn open(options: &Options) -> Result<Self> {
-        let (name, mut training) = if options.text.is_empty() {
-            (
-                "made (examples/common/tales.rs)".to_string(),
-                tales(MADE_BYTES, MADE_SEED),
-            )
-        } else {
-            let mut bytes = Vec::new();
-            for path in &options.text {
-                bytes.extend(read(path)?);
-            }
-            let names: Vec<String> = options
-                .text
-                .iter()
-                .map(|path| path.display().to_string())
-                .collect();
-            (names.join(", "), bytes)
-        };
-        let shortest = options.length.saturating_add(1).saturating_mul(10);
-        if training.len() < shortest {
-            bail!(
-                "{name}: {} bytes are too few; --length {} needs at least {shortest}",
-                training.len(),
-                options.length
-            )
-        }
-        let held_out = training.split_off(training.len() - training.len() / 10);
-        Ok(Self {
-            name,
-            training,
-            held_out,
-        })
-    }
-}
-
 /// What the sample starts with; it leaves room for at least as much again within the training length.
 fn prompt(options: &Options, text: &Text) -> Result<Vec<u8>> {
     let longest = options.length / 2;
@@ -343,82 +282,6 @@ fn train(
     }
     progress.finish();
     Ok(())
-}
-
-/// The state of training, as a bar on a terminal and as a line now and then elsewhere.
-struct Progress {
-    bar: Option<ProgressBar>,
-    started: Instant,
-    steps: usize,
-    bytes_per_step: usize,
-    done: usize,
-    first_loss: f64,
-    /// A mean of about the last 20 steps.
-    loss: f64,
-}
-
-impl Progress {
-    fn new(steps: usize, bytes_per_step: usize) -> Result<Self> {
-        let bar = if std::io::stderr().is_terminal() {
-            let style =
-                ProgressStyle::with_template("{bar:32} step {pos} of {len}  {msg}  {eta} left")
-                    .map_err(Error::wrap)?;
-            Some(ProgressBar::new(steps as u64).with_style(style))
-        } else {
-            None
-        };
-        Ok(Self {
-            bar,
-            started: Instant::now(),
-            steps,
-            bytes_per_step,
-            done: 0,
-            first_loss: 0.,
-            loss: 0.,
-        })
-    }
-
-    fn report(&mut self, loss: f64) {
-        if self.done == 0 {
-            self.first_loss = loss;
-        }
-        self.done += 1;
-        self.loss += (loss - self.loss) * (1. / self.done as f64).max(0.05);
-        let state = format!("loss {:.3}  {:.0} tokens/s", self.loss, self.speed());
-        let often = self.steps.div_ceil(10);
-        match &self.bar {
-            Some(bar) => {
-                bar.set_message(state);
-                bar.inc(1);
-            }
-            None if self.done.is_multiple_of(often) || self.done == self.steps => {
-                let left = self.started.elapsed().as_secs_f64() * (self.steps - self.done) as f64
-                    / self.done as f64;
-                eprintln!(
-                    "step {:>5} of {}  {state}  {left:.0} s left",
-                    self.done, self.steps
-                );
-            }
-            None => {}
-        }
-    }
-
-    fn finish(self) {
-        if let Some(bar) = &self.bar {
-            bar.finish_and_clear();
-        }
-        println!(
-            "trained    loss {:.3} → {:.3} nats per byte in {:.0} s, {:.0} tokens/s",
-            self.first_loss,
-            self.loss,
-            self.started.elapsed().as_secs_f64(),
-            self.speed()
-        );
-    }
-
-    fn speed(&self) -> f64 {
-        (self.done * self.bytes_per_step) as f64 / self.started.elapsed().as_secs_f64()
-    }
 }
 
 /// The table of perplexities by context.
@@ -489,17 +352,10 @@ fn save(config: &LlamaConfig, vars: &SeededVars, folder: &Path) -> Result<()> {
     Ok(())
 }
 
-fn read(path: &Path) -> Result<Vec<u8>> {
-    std::fs::read(path).map_err(|e| about(path, e))
-}
-
-fn about(path: &Path, error: impl std::fmt::Display) -> Error {
-    Error::msg(format!("{}: {error}", path.display()))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::common::tales::tales;
 
     fn options(words: &[&str]) -> Options {
         Options::parse_from([&["train"], words].concat())
@@ -528,18 +384,6 @@ mod tests {
         let config = model_config(&options(&["--toy", "--layers", "3"]))?;
         assert_eq!((config.num_hidden_layers, config.hidden_size), (3, 32));
         Ok(())
-    }
-
-    #[test]
-    fn text_too_short_for_the_length_refused() -> Result<()> {
-        let path = std::env::temp_dir().join(format!("train-short-{}", std::process::id()));
-        std::fs::write(&path, [b'a'; 329]).map_err(|e| about(&path, e))?;
-        let file = path.display().to_string();
-        let opened = Text::open(&options(&["--toy", "--text", &file]));
-        assert!(opened.is_err_and(|e| message(&e).contains("329 bytes are too few")));
-        let opened = Text::open(&options(&["--toy", "--length", "31", "--text", &file]))?;
-        assert_eq!((opened.training.len(), opened.held_out.len()), (297, 32));
-        std::fs::remove_file(&path).map_err(|e| about(&path, e))
     }
 
     #[test]

@@ -7,10 +7,12 @@
 use candle_core::{Error, Result};
 use std::process::ExitCode;
 
-pub mod encodings;
 pub mod evaluation;
+pub mod names;
+pub mod progress;
 pub mod sampling;
 pub mod tales;
+pub mod text;
 pub mod training;
 
 /// What `main` returns; an error goes to standard error in one line.

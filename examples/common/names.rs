@@ -1,9 +1,9 @@
-//! Encodings by the names that the command lines of the examples use.
+//! Encodings and backends by the names that the command lines of the examples use.
 
 use candle_posenc::encoding::{
     AbsoluteConfig, AlibiConfig, PhaseNorm, RopeConfig, TapaConfig, TapeConfig,
 };
-use candle_posenc::EncodingConfig;
+use candle_posenc::{Backend, EncodingConfig};
 use clap::ValueEnum;
 
 /// The encodings a user can ask for by name.
@@ -46,6 +46,27 @@ impl EncodingName {
                 max_positions: length,
             }),
             Self::Nope => EncodingConfig::Nope,
+        }
+    }
+}
+
+/// Implementations of attention a user can ask for by name.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum BackendName {
+    /// Fused where there is a kernel for the device.
+    Auto,
+    /// Plain tensor operations.
+    Dense,
+    /// Fused kernels, or an error.
+    Fused,
+}
+
+impl From<BackendName> for Backend {
+    fn from(name: BackendName) -> Self {
+        match name {
+            BackendName::Auto => Self::Auto,
+            BackendName::Dense => Self::Dense,
+            BackendName::Fused => Self::Fused,
         }
     }
 }
