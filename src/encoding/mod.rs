@@ -18,6 +18,7 @@
 
 mod absolute;
 mod alibi;
+mod mix;
 mod nope;
 mod pack;
 mod rope;

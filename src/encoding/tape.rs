@@ -28,11 +28,12 @@
 //! - Grouped heads: a key/value head has one state, which its query heads share; p̃ is the mean of theirs.
 //! - η and [`StateNorm::Unit`], switches for the two updates, every scaling of RoPE and caching are new.
 
+use super::mix::mix_heads;
 use super::pack::pack_value;
 use super::{Ctx, Encoding, ModelDims, PosState, Qkv, RopeConfig};
 use crate::positions::Positions;
 use crate::rotate::{rotate, Layout, Rotation};
-use candle_core::{bail, Result, Tensor};
+use candle_core::{bail, DType, Result, Tensor};
 use candle_nn::{Init, VarBuilder};
 use rand::RngExt;
 use serde::{Deserialize, Serialize};
@@ -265,20 +266,20 @@ impl Encoding for Tape {
             return Ok(state);
         }
         let Rotation { cos, sin } = rotation_of(&state)?;
-        let pairs = cos.dim(3)?;
-        // Real and imaginary parts are treated alike, so they are one tensor here.
-        let mut p = Tensor::cat(&[cos.contiguous()?, sin.contiguous()?], 3)?; // (B,G,T,D)
+        let (b, g, t, pairs) = cos.dims4()?;
+        let (mut re, mut im) = (cos.clone(), sin.clone());
         if let Some(attention) = attention {
-            let Some(carried) = carried else {
-                bail!("tape: the update of layer {layer} needs the averaged state that attention returned behind its output")
-            };
-            let averaged = mean_of_group(carried, &p)?;
-            p = (p + (attention.apply(&averaged)? * self.config.step)?)?;
+            let carried = check_carried(carried, cos, layer)?;
+            let matrix = attention.matrix(cos.dtype(), g, carried.dim(1)?)?;
+            let matrix = (matrix * self.config.step)?.broadcast_left((b, t))?;
+            re = (re + mix_heads(&carried.narrow(3, 0, pairs)?, &matrix)?)?;
+            im = (im + mix_heads(&carried.narrow(3, pairs, pairs)?, &matrix)?)?;
         }
         if let Some(token) = token {
-            p = (&p + (token.apply(&p, mlp_out)? * self.config.step)?)?;
+            let matrix = (token.matrix(mlp_out, cos)? * self.config.step)?;
+            re = (&re + mix_heads(&re, &matrix)?)?;
+            im = (&im + mix_heads(&im, &matrix)?)?;
         }
-        let (re, im) = (p.narrow(3, 0, pairs)?, p.narrow(3, pairs, pairs)?);
         let rotation = match self.config.norm {
             StateNorm::None => Rotation { cos: re, sin: im },
             StateNorm::Unit => with_modulus(self.modulus, &re, &im)?,
@@ -328,31 +329,34 @@ impl Update {
 }
 
 impl AttentionUpdate {
-    /// γ·p̃ or W·p̃. `averaged` p̃ (B,G,T,D) → (B,G,T,D).
-    fn apply(&self, averaged: &Tensor) -> Result<Tensor> {
-        let dtype = averaged.dtype();
-        let scale = |gain: &Tensor| averaged.broadcast_mul(&gain.reshape((1, (), 1, 1))?);
-        match self {
-            Self::Gain(gain) => scale(&gain.to_dtype(dtype)?),
-            Self::RowSums(matrix) => scale(&matrix.to_dtype(dtype)?.sum(1)?),
-            Self::Mix(matrix) => {
-                let (b, g, t, d) = averaged.dims4()?;
-                matrix
-                    .to_dtype(dtype)?
-                    .broadcast_matmul(&averaged.reshape((b, g, t * d))?)?
-                    .reshape((b, g, t, d))
-            }
+    /// How much of each query head's average each state takes over, (G,H). A state sees the mean of its group.
+    fn matrix(&self, dtype: DType, g: usize, h: usize) -> Result<Tensor> {
+        let diagonal = |gain: &Tensor| -> Result<Tensor> {
+            Tensor::eye(g, dtype, gain.device())?.broadcast_mul(&gain.reshape((g, 1))?)
+        };
+        let between_states = match self {
+            Self::Gain(gain) => diagonal(&gain.to_dtype(dtype)?)?,
+            Self::RowSums(matrix) => diagonal(&matrix.to_dtype(dtype)?.sum(1)?)?,
+            Self::Mix(matrix) => matrix.to_dtype(dtype)?,
+        }; // (G,G)
+        if h == g {
+            return Ok(between_states);
         }
+        let group = h / g;
+        (between_states / group as f64)?
+            .unsqueeze(2)?
+            .broadcast_as((g, g, group))?
+            .reshape((g, h))
     }
 }
 
 impl TokenUpdate {
-    /// W_down[SiLU(W_x m) ⊙ (W_up p)]. p (B,G,T,D), m (B,T,C) → (B,G,T,D).
+    /// W_down·diag(SiLU(W_x m))·W_up of each token, (B,T,G,G) in the state's dtype. m (B,T,C), the state (B,G,T,D/2).
     ///
-    /// The product is taken from the left: a (G, G) matrix for each token, then its product with the state. From
-    /// the right each token would need (S, D) numbers, S a multiple of G.
-    fn apply(&self, p: &Tensor, m: &Tensor) -> Result<Tensor> {
-        let (b, g, t, d) = p.dims4()?;
+    /// Its product with the state is the update. Taken the other way round, W_up p first, each token would need S
+    /// complex numbers for each pair, and S is a multiple of G.
+    fn matrix(&self, m: &Tensor, state: &Tensor) -> Result<Tensor> {
+        let (b, g, t, _) = state.dims4()?;
         let (size, width) = self.features.dims2()?;
         if m.dims() != [b, t, width] {
             bail!(
@@ -360,7 +364,7 @@ impl TokenUpdate {
                 m.dims()
             )
         }
-        let dtype = p.dtype();
+        let dtype = state.dtype();
         let features = self.features.to_dtype(m.dtype())?;
         let gate = m
             .reshape((b * t, width))?
@@ -369,14 +373,8 @@ impl TokenUpdate {
             .silu()?; // (B·T,S)
         let down = self.down.to_dtype(dtype)?.t()?.unsqueeze(2)?; // (S,G,1)
         let up = self.up.to_dtype(dtype)?.unsqueeze(1)?; // (S,1,G)
-        let mixing = gate
-            .matmul(&down.broadcast_mul(&up)?.reshape((size, g * g))?)?
-            .reshape((b * t, g, g))?;
-        let by_token = p.transpose(1, 2)?.reshape((b * t, g, d))?;
-        mixing
-            .matmul(&by_token)?
-            .reshape((b, t, g, d))?
-            .transpose(1, 2)
+        gate.matmul(&down.broadcast_mul(&up)?.reshape((size, g * g))?)?
+            .reshape((b, t, g, g))
     }
 }
 
@@ -387,21 +385,25 @@ fn rotation_of(state: &PosState) -> Result<&Rotation> {
     }
 }
 
-/// The mean over the query heads of each group, in p's dtype. carried (B,H,T,D), p (B,G,T,D) → (B,G,T,D).
-fn mean_of_group(carried: &Tensor, p: &Tensor) -> Result<Tensor> {
-    let (b, g, t, d) = p.dims4()?;
-    let (cb, h, ct, cd) = carried.dims4()?;
-    if (cb, ct, cd) != (b, t, d) || !h.is_multiple_of(g) {
+/// The averages that attention returned behind its output. state (B,G,T,D/2) → (B,H,T,D).
+fn check_carried<'a>(
+    carried: Option<&'a Tensor>,
+    state: &Tensor,
+    layer: usize,
+) -> Result<&'a Tensor> {
+    let (b, g, t, pairs) = state.dims4()?;
+    let Some(carried) = carried else {
+        bail!("tape: the update of layer {layer} needs the averaged state that attention returned behind its output")
+    };
+    let (cb, h, ct, width) = carried.dims4()?;
+    if (cb, ct, width) != (b, t, 2 * pairs) || !h.is_multiple_of(g) {
         bail!(
-            "tape: the averaged state must be (B, H, T, D) with H a multiple of the state's {g} heads; averaged {:?}, state [{b}, {g}, {t}, {d}]",
+            "tape: the averaged state must be ({b}, H, {t}, {}) with H a multiple of the state's {g} heads, got {:?}",
+            2 * pairs,
             carried.dims()
         )
     }
-    let carried = carried.to_dtype(p.dtype())?;
-    if h == g {
-        return Ok(carried);
-    }
-    carried.reshape((b, g, h / g, t, d))?.mean(2)
+    Ok(carried)
 }
 
 /// Stretches every state to the same modulus.
