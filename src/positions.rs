@@ -186,6 +186,11 @@ impl PositionTable {
             .map(|s| slice_row(s, self.rows, self.len, b))
     }
 
+    /// Whether tokens have segments; there may be no row to ask.
+    pub fn has_segments(&self) -> bool {
+        self.segment.is_some()
+    }
+
     /// Whether any token is padding.
     pub fn has_padding(&self) -> bool {
         self.pos.iter().any(|p| *p < 0)

@@ -16,7 +16,7 @@ pub(super) fn attend(q: &Tensor, k: &Tensor, v: &Tensor, call: &Resolved) -> Res
     let Dims {
         b, h, g, t, s, e, ..
     } = call.dims;
-    if b * t * s == 0 {
+    if b * h * t * s == 0 {
         return Ok(AttendOutput {
             out: Tensor::zeros((b, h, t, e), dtype, device)?,
             lse: Tensor::full(f32::NEG_INFINITY, (b, h, t), device)?.to_dtype(accumulate)?,
@@ -53,6 +53,10 @@ pub(super) fn attend(q: &Tensor, k: &Tensor, v: &Tensor, call: &Resolved) -> Res
     let empty = sum.detach().eq(0.)?;
     let safe_sum = empty.where_cond(&sum.ones_like()?, &sum)?;
     let out = weights.broadcast_div(&safe_sum)?.matmul(&v)?;
+    // Where nothing is seen the output is a constant: a NaN in its gradient must not reach the values.
+    let out = empty
+        .broadcast_as(out.shape())?
+        .where_cond(&out.zeros_like()?, &out)?;
     let lse = (sum.detach().log()? + shift)?.squeeze(D::Minus1)?;
     Ok(AttendOutput {
         out: out.to_dtype(dtype)?,

@@ -197,7 +197,7 @@ impl Problem {
             )
         }
         let (q, k) = (q.table(b)?, k.table(b)?);
-        if q.segments(0).is_some() != k.segments(0).is_some() && b > 0 {
+        if q.has_segments() != k.has_segments() {
             bail!("attend: segments are needed for queries and keys, or for neither")
         }
         let inverse_sqrt = |width: usize| 1. / (width as f64).sqrt();

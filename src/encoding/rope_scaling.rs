@@ -355,6 +355,20 @@ impl RopeScaling {
 }
 
 impl Yarn {
+    /// The pairs, as real numbers, between which frequencies go over from kept to slowed; the second is above the
+    /// first.
+    fn ramp(&self, original: f64, rotated: usize, theta: f64) -> (f64, f64) {
+        let pair =
+            |turns: f64| rotated as f64 * (original / (turns * 2. * PI)).ln() / (2. * theta.ln());
+        let (mut low, mut high) = (pair(self.beta_fast), pair(self.beta_slow));
+        if self.truncate {
+            (low, high) = (low.floor(), high.ceil());
+        }
+        low = low.max(0.);
+        high = high.min(rotated as f64 - 1.).max(low);
+        (low, if high == low { low + 0.001 } else { high })
+    }
+
     fn frequencies(
         &self,
         plain: &[f64],
@@ -374,19 +388,7 @@ impl Yarn {
         if fast < slow {
             bail!("rope: {NAME}: beta_fast {fast} must not be below beta_slow {slow}")
         }
-        // the pair, as a real number, that turns this many times over L
-        let pair = |turns: f64| {
-            rotated as f64 * (original / (turns * 2. * PI)).ln() / (2. * setting.theta.ln())
-        };
-        let (mut low, mut high) = (pair(fast), pair(slow));
-        if self.truncate {
-            (low, high) = (low.floor(), high.ceil());
-        }
-        low = low.max(0.);
-        high = high.min(rotated as f64 - 1.).max(low);
-        if high == low {
-            high += 0.001;
-        }
+        let (low, high) = self.ramp(original, rotated, setting.theta);
         let inv_freq = plain.iter().enumerate().map(|(j, w)| {
             let slowed = ((j as f64 - low) / (high - low)).clamp(0., 1.);
             w / factor * slowed + w * (1. - slowed)
@@ -579,6 +581,50 @@ impl<'a> Fields<'a> {
                 None => bail!("rope: {name} must be {kind}, got {value}"),
                 some => Ok(some),
             },
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    // R8
+    #[test]
+    fn yarn_ramp_ends_are_whole_pairs_only_when_truncated() {
+        let exact = Yarn {
+            truncate: false,
+            ..Yarn::default()
+        };
+        for (original, rotated, theta, ends, whole) in [
+            (4096., 128, 1e4, (20.944, 45.027), (20., 46.)),
+            (4096., 64, 1.5e5, (8.093, 17.398), (8., 18.)),
+        ] {
+            let (low, high) = exact.ramp(original, rotated, theta);
+            assert!((low - ends.0).abs() < 1e-3, "{low}");
+            assert!((high - ends.1).abs() < 1e-3, "{high}");
+            assert_eq!(Yarn::default().ramp(original, rotated, theta), whole);
+        }
+    }
+
+    // R9
+    #[test]
+    fn yarn_ramp_of_any_size_rises() {
+        for beta in [(1., 1.), (32., 1.), (32., 32.), (1e6, 1e-6)] {
+            for truncate in [true, false] {
+                for original in [2., 64., 4096., 1e6] {
+                    for (rotated, theta) in [(2, 1e4), (8, 1e4), (8, 10.), (128, 5e5)] {
+                        let yarn = Yarn {
+                            beta_fast: beta.0,
+                            beta_slow: beta.1,
+                            truncate,
+                            ..Yarn::default()
+                        };
+                        let (low, high) = yarn.ramp(original, rotated, theta);
+                        assert!(low >= 0. && high > low && high.is_finite());
+                    }
+                }
+            }
         }
     }
 }
