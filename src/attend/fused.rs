@@ -1,7 +1,7 @@
 //! The fused path as one candle operation: forward and backward side by side, scores recomputed from the saved
 //! log-sum-exp.
 
-use super::cpu::{self, Element, View};
+use super::cpu::{self, Element, RowStatistics, View};
 use super::problem::{Dims, Resolved};
 use super::AttendOutput;
 use candle_core::backend::BackendStorage;
@@ -34,9 +34,10 @@ pub(super) fn attend_with_lse(
         q.apply_op3_no_bwd(k, v, &op)?
     };
     match saved.get() {
-        Some(Saved { lse, .. }) => Ok(AttendOutput {
+        // Where no key is visible this is −∞ + 0.
+        Some(saved) => Ok(AttendOutput {
             out,
-            lse: lse.clone(),
+            lse: (&saved.greatest + &saved.log_sum)?,
         }),
         None => bail!("attend: the forward pass left no log-sum-exp"),
     }
@@ -52,8 +53,9 @@ struct FusedAttention {
 
 /// What the backward pass needs beside the inputs and the output.
 struct Saved {
-    /// (B,H,T), f32 or f64.
-    lse: Tensor,
+    /// (B,H,T), f32 or f64: each row's greatest score and the logarithm of its sum, [`RowStatistics`].
+    greatest: Tensor,
+    log_sum: Tensor,
     /// (B,H,T,E) in f32 where the output was rounded to half precision: Σ out·grad from rounded values would
     /// lose the small differences that make the score's gradient.
     exact_out: Option<Tensor>,
@@ -75,11 +77,12 @@ impl FusedAttention {
         v: View<'_, T>,
     ) -> Result<CpuStorage> {
         let Dims { b, h, t, e, .. } = self.call.dims;
-        let result = cpu::forward(&self.call, q, k, v, self.save)?;
+        let result = cpu::forward(&self.call, q, k, v, self.save);
         if self.save {
             let device = candle_core::Device::Cpu;
             let saved = Saved {
-                lse: Tensor::from_vec(result.lse, (b, h, t), &device)?,
+                greatest: Tensor::from_vec(result.rows.greatest, (b, h, t), &device)?,
+                log_sum: Tensor::from_vec(result.rows.log_sum, (b, h, t), &device)?,
                 exact_out: result
                     .exact_out
                     .map(|out| Tensor::from_vec(out, (b, h, t, e), &device))
@@ -96,10 +99,18 @@ impl FusedAttention {
         &self,
         [q, k, v, out, grad]: [&Tensor; 5],
     ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
-        let Some(Saved { lse, exact_out }) = self.saved.get() else {
+        let Some(Saved {
+            greatest,
+            log_sum,
+            exact_out,
+        }) = self.saved.get()
+        else {
             bail!("attend: backward before forward: no log-sum-exp was saved")
         };
-        let lse = lse.flatten_all()?.to_vec1::<T::Acc>()?;
+        let rows = RowStatistics {
+            greatest: greatest.flatten_all()?.to_vec1::<T::Acc>()?,
+            log_sum: log_sum.flatten_all()?.to_vec1()?,
+        };
         let [q_host, k_host, v_host, grad_host] = [q, k, v, grad].map(on_host);
         let out_host = on_host(exact_out.as_ref().unwrap_or(out));
         let out = match exact_out {
@@ -108,13 +119,15 @@ impl FusedAttention {
         };
         let gradients = cpu::backward(
             &self.call,
-            q_host.view::<T>()?,
-            k_host.view()?,
-            v_host.view()?,
+            [
+                q_host.view::<T>()?,
+                k_host.view()?,
+                v_host.view()?,
+                grad_host.view()?,
+            ],
             out,
-            grad_host.view()?,
-            &lse,
-        )?;
+            &rows,
+        );
         let tensor = |values: Vec<T>, like: &Tensor| {
             Tensor::from_vec(values, like.shape(), like.device()).map(Some)
         };

@@ -1,18 +1,46 @@
-//! stub
-use super::problem::{Dims, Resolved};
+//! The fused CPU kernels: scores tile by tile, softmax online, nothing of size T × S.
+//!
+//! A tile is [`QUERY_BLOCK`] queries against [`KEY_BLOCK`] keys. Operands of any strides and dtype are packed into
+//! tiles of f32 (f64 for f64) first, so that the arithmetic knows neither. The same code runs on AVX-512, on AVX2
+//! and on whatever the compiler makes of arrays; which one, the machine at hand decides.
+#![allow(unsafe_code)]
+
+mod backward;
+mod distance;
+mod forward;
+mod lanes;
+mod pack;
+mod product;
+mod score;
+mod tasks;
+mod visibility;
+
+use super::problem::{Dims, Resolved, ResolvedScore};
+use crate::positions::PositionTable;
 use candle_core::{bail, DType, Layout, Result, WithDType};
 use half::{bf16, f16};
+use lanes::{Job, Lanes, Real};
+use score::{Dot, LinearBias, Phase};
+use visibility::{token_blocks, KeyMask, TokenBlock};
+
+/// Rows of a tile: queries, of one head or of several heads that share keys.
+const QUERY_BLOCK: usize = 96;
+/// Columns of a tile: keys.
+const KEY_BLOCK: usize = 64;
 
 /// A dtype that attention takes, and the one it accumulates in.
 pub(crate) trait Element: WithDType {
     /// f32, or f64 for f64.
-    type Acc: Element;
+    #[allow(private_bounds)]
+    type Acc: Real;
     fn to_acc(self) -> Self::Acc;
     fn from_acc(acc: Self::Acc) -> Self;
+    /// All of them; no copy where the types are the same.
+    fn from_acc_vec(acc: Vec<Self::Acc>) -> Vec<Self>;
 }
 
 macro_rules! element {
-    ($t:ty, $acc:ty, $to:expr, $from:expr) => {
+    ($t:ty, $acc:ty, $to:expr, $from:expr, $from_vec:expr) => {
         impl Element for $t {
             type Acc = $acc;
             #[inline(always)]
@@ -23,21 +51,61 @@ macro_rules! element {
             fn from_acc(acc: $acc) -> Self {
                 $from(acc)
             }
+            fn from_acc_vec(acc: Vec<$acc>) -> Vec<Self> {
+                $from_vec(acc)
+            }
         }
     };
 }
-element!(f32, f32, |x| x, |x| x);
-element!(f64, f64, |x| x, |x| x);
-element!(bf16, f32, bf16::to_f32, bf16::from_f32);
-element!(f16, f32, f16::to_f32, f16::from_f32);
+fn round_all<T: Element>(acc: Vec<T::Acc>) -> Vec<T> {
+    acc.into_iter().map(T::from_acc).collect()
+}
+element!(f32, f32, |x| x, |x| x, |x| x);
+element!(f64, f64, |x| x, |x| x, |x| x);
+element!(bf16, f32, bf16::to_f32, bf16::from_f32, round_all);
+element!(f16, f32, f16::to_f32, f16::from_f32, round_all);
 
 /// A strided operand on the host.
 #[derive(Clone, Copy)]
 pub(crate) struct View<'a, T> {
     /// From the first element on.
-    pub data: &'a [T],
-    pub dims: [usize; 4],
-    pub strides: [usize; 4],
+    data: &'a [T],
+    dims: [usize; 4],
+    strides: [usize; 4],
+}
+
+impl<'a, T> View<'a, T> {
+    pub fn new(data: &'a [T], layout: &Layout) -> Result<Self> {
+        match (layout.dims().try_into(), layout.stride().try_into()) {
+            (Ok(dims), Ok(strides)) => Ok(Self {
+                data: data.get(layout.start_offset()..).unwrap_or_default(),
+                dims,
+                strides,
+            }),
+            _ => bail!(
+                "attend: a kernel's operand must be (batch, heads, tokens, width), got {:?}",
+                layout.shape()
+            ),
+        }
+    }
+}
+
+/// What the forward pass computes.
+pub(crate) struct Forward<T: Element> {
+    /// (B, H, T, E)
+    pub out: Vec<T>,
+    pub rows: RowStatistics<T::Acc>,
+    /// `out` before it was rounded to half precision, if that was asked for.
+    pub exact_out: Option<Vec<T::Acc>>,
+}
+
+/// Facts about each row of scores, (B, H, T). Their sum is the log-sum-exp; apart they keep its small part, which
+/// a sum rounds away where scores are huge.
+pub(crate) struct RowStatistics<S> {
+    /// The greatest visible score, −∞ where none is visible.
+    pub greatest: Vec<S>,
+    /// Natural logarithm of Σ exp(score − greatest), 0 where none is visible.
+    pub log_sum: Vec<S>,
 }
 
 /// The forward pass's output, as far as the backward pass can have it.
@@ -47,55 +115,221 @@ pub(crate) enum Output<'a, T: Element> {
     /// Before it was rounded to half precision.
     Exact(View<'a, T::Acc>),
 }
-pub(crate) struct Forward<T: Element> {
-    /// (B,H,T,E)
-    pub out: Vec<T>,
-    /// (B,H,T), natural logarithms
-    pub lse: Vec<T::Acc>,
-    /// (B,H,T,E), if saved and T is a half type
-    pub exact_out: Option<Vec<T::Acc>>,
-}
+
 pub(crate) struct Gradients<T> {
     pub dq: Vec<T>,
     pub dk: Vec<T>,
     pub dv: Vec<T>,
 }
-impl<'a, T> View<'a, T> {
-    pub fn new(data: &'a [T], layout: &Layout) -> Result<Self> {
-        match (layout.dims().try_into(), layout.stride().try_into()) {
-            (Ok(dims), Ok(strides)) => Ok(Self {
-                data: &data[layout.start_offset()..],
-                dims,
-                strides,
-            }),
-            _ => bail!("attend: rank"),
+
+/// The instruction set that a call with this dtype will use.
+pub(crate) fn kernel_name(dtype: DType) -> &'static str {
+    struct Name;
+    impl<S> Job<S> for Name {
+        type Output = &'static str;
+        fn run<L: Lanes<Scalar = S>>(self, _: L) -> &'static str {
+            L::NAME
+        }
+    }
+    match dtype {
+        DType::F64 => f64::with_lanes(Name),
+        _ => f32::with_lanes(Name),
+    }
+}
+
+/// Memory that [`forward`] asks for at most, beyond its output, in bytes.
+pub(crate) fn forward_workspace_bytes(dims: &Dims, accumulate: DType) -> usize {
+    struct Bytes<'a>(&'a Dims);
+    impl<S: Real> Job<S> for Bytes<'_> {
+        type Output = usize;
+        fn run<L: Lanes<Scalar = S>>(self, _: L) -> usize {
+            forward::workspace_elements::<L>(self.0).saturating_mul(size_of::<S>())
+        }
+    }
+    match accumulate {
+        DType::F64 => f64::with_lanes(Bytes(dims)),
+        _ => f32::with_lanes(Bytes(dims)),
+    }
+}
+
+/// Attention of `q` (B,H,T,D) over `k` (B,G,S,D) and `v` (B,G,S,E); `exact_out` only where `save` asks for what
+/// the backward pass needs.
+pub(crate) fn forward<T: Element>(
+    call: &Resolved,
+    q: View<'_, T>,
+    k: View<'_, T>,
+    v: View<'_, T>,
+    save: bool,
+) -> Forward<T> {
+    T::Acc::with_lanes(ForwardJob {
+        call,
+        q,
+        k,
+        v,
+        save,
+    })
+}
+
+struct ForwardJob<'a, T> {
+    call: &'a Resolved,
+    q: View<'a, T>,
+    k: View<'a, T>,
+    v: View<'a, T>,
+    save: bool,
+}
+
+impl<T: Element> Job<T::Acc> for ForwardJob<'_, T> {
+    type Output = Forward<T>;
+
+    fn run<L: Lanes<Scalar = T::Acc>>(self, lanes: L) -> Forward<T> {
+        match &self.call.score {
+            ResolvedScore::Dot { .. } => forward::forward(lanes, self, |_| Dot),
+            ResolvedScore::LinearBias { slopes, .. } => {
+                forward::forward(lanes, self, |h| LinearBias::new(slopes[h]))
+            }
+            ResolvedScore::Phase { .. } => forward::forward(lanes, self, |_| Phase),
         }
     }
 }
-pub(crate) fn kernel_name(_dtype: DType) -> &'static str {
-    ""
-}
-pub(crate) fn forward_workspace_bytes(_dims: &Dims, _accumulate: DType) -> usize {
-    0
-}
-pub(crate) fn forward<T: Element>(
-    _call: &Resolved,
-    _q: View<'_, T>,
-    _k: View<'_, T>,
-    _v: View<'_, T>,
-    _save: bool,
-) -> Result<Forward<T>> {
-    bail!("todo")
-}
-#[allow(clippy::too_many_arguments)]
+
+/// Gradients for q, k and v from the one for the output, scores computed anew from `rows`. The same on every run
+/// with the same number of threads.
 pub(crate) fn backward<T: Element>(
-    _call: &Resolved,
-    _q: View<'_, T>,
-    _k: View<'_, T>,
-    _v: View<'_, T>,
-    _out: Output<'_, T>,
-    _grad: View<'_, T>,
-    _lse: &[T::Acc],
-) -> Result<Gradients<T>> {
-    bail!("todo")
+    call: &Resolved,
+    [q, k, v, grad]: [View<'_, T>; 4],
+    out: Output<'_, T>,
+    rows: &RowStatistics<T::Acc>,
+) -> Gradients<T> {
+    T::Acc::with_lanes(BackwardJob {
+        call,
+        q,
+        k,
+        v,
+        grad,
+        out,
+        rows,
+    })
+}
+
+struct BackwardJob<'a, T: Element> {
+    call: &'a Resolved,
+    q: View<'a, T>,
+    k: View<'a, T>,
+    v: View<'a, T>,
+    grad: View<'a, T>,
+    out: Output<'a, T>,
+    rows: &'a RowStatistics<T::Acc>,
+}
+
+impl<T: Element> Job<T::Acc> for BackwardJob<'_, T> {
+    type Output = Gradients<T>;
+
+    fn run<L: Lanes<Scalar = T::Acc>>(self, lanes: L) -> Gradients<T> {
+        match &self.call.score {
+            ResolvedScore::Dot { .. } => backward::backward(lanes, self, |_| Dot),
+            ResolvedScore::LinearBias { slopes, .. } => {
+                backward::backward(lanes, self, |h| LinearBias::new(slopes[h]))
+            }
+            ResolvedScore::Phase { .. } => backward::backward(lanes, self, |_| Phase),
+        }
+    }
+}
+
+/// Widths of the vectors, and the padding that makes them whole vectors of lanes.
+#[derive(Debug, Clone, Copy)]
+struct Widths {
+    /// Coordinates that make q·k; those of the amplitude for a phase.
+    dot: usize,
+    /// The other coordinates of q and k.
+    phase: usize,
+    value: usize,
+    dot_padded: usize,
+    phase_padded: usize,
+    value_padded: usize,
+}
+
+impl Widths {
+    fn new<L: Lanes>(call: &Resolved) -> Self {
+        let Dims { d, e, .. } = call.dims;
+        let dot = match call.score {
+            ResolvedScore::Phase { amp_dim, .. } => amp_dim,
+            _ => d,
+        };
+        Self {
+            dot,
+            phase: d - dot,
+            value: e,
+            dot_padded: dot.next_multiple_of(L::WIDTH),
+            phase_padded: (d - dot).next_multiple_of(L::WIDTH),
+            value_padded: e.next_multiple_of(L::WIDTH),
+        }
+    }
+
+    /// D
+    fn score(&self) -> usize {
+        self.dot + self.phase
+    }
+
+    /// Elements of a padded row of q or k: the dot part, then the phase part.
+    fn score_padded(&self) -> usize {
+        self.dot_padded + self.phase_padded
+    }
+
+    /// Copies rows of q or k, the dot part times `scale`.
+    fn copy_score_rows<T: Element>(
+        &self,
+        head: pack::Head<'_, T>,
+        start: usize,
+        positions: &[i64],
+        scale: T::Acc,
+        to: &mut [T::Acc],
+    ) {
+        let stride = self.score_padded();
+        head.copy_rows(start, positions, 0..self.dot, scale, to, stride);
+        if self.phase > 0 {
+            let to = &mut to[self.dot_padded..];
+            let one = <T::Acc as Real>::ONE;
+            head.copy_rows(start, positions, self.dot..self.score(), one, to, stride);
+        }
+    }
+}
+
+/// The factor of q·k.
+fn scale(call: &Resolved) -> f64 {
+    match call.score {
+        ResolvedScore::Dot { scale }
+        | ResolvedScore::LinearBias { scale, .. }
+        | ResolvedScore::Phase { scale, .. } => scale,
+    }
+}
+
+/// The queries or the keys: positions, and blocks of them.
+struct Side<'a> {
+    table: &'a PositionTable,
+    /// One list for each row of the table.
+    blocks: Vec<Vec<TokenBlock>>,
+}
+
+impl<'a> Side<'a> {
+    fn new(table: &'a PositionTable, block: usize) -> Self {
+        let blocks = |row| token_blocks(table.row(row), table.segments(row), block);
+        Self {
+            table,
+            blocks: (0..table.rows).map(blocks).collect(),
+        }
+    }
+
+    fn blocks(&self, b: usize) -> &[TokenBlock] {
+        &self.blocks[if self.blocks.len() == 1 { 0 } else { b }]
+    }
+
+    fn mask(&self, b: usize, block: usize) -> KeyMask<'_> {
+        let block = &self.blocks(b)[block];
+        let tokens = block.tokens.clone();
+        KeyMask {
+            block,
+            positions: &self.table.row(b)[tokens.clone()],
+            segments: self.table.segments(b).map(|s| &s[tokens]),
+        }
+    }
 }
