@@ -1,7 +1,61 @@
-//! Attention with positional encodings that train.
+//! Attention with positional encodings that **train**, for candle.
+//!
+//! In candle today rotary embeddings, the fused softmax and `RmsNorm::forward` drop gradients without an error, and
+//! flash attention has no backward pass. Here every operation on the way has one:
+//!
+//! - [`attend`]: softmax attention over any score, fused, forward and backward, memory linear in the length;
+//!   [`plan`] tells which code will run, and why.
+//! - [`rotate`]: rotation of heads, differentiable in the head and in the table.
+//! - [`encoding`]: RoPE with every length extension, ALiBi, TAPA, TAPE, absolute, none, or [your own](Encoding).
+//! - [`Llama`]: a model that takes any of them, with a [`KvCache`].
+//!
+//! # Quick start
+//!
+//! ```
+//! use candle_core::{DType, Device, Tensor};
+//! use candle_posenc::encoding::RopeConfig;
+//! use candle_posenc::{Ctx, EncodingConfig, Llama, LlamaConfig, SeededVars};
+//!
+//! # fn main() -> candle_core::Result<()> {
+//! let encoding = EncodingConfig::Rope(RopeConfig { theta: 500_000., ..RopeConfig::default() });
+//! let config = LlamaConfig { encoding, ..LlamaConfig::default() };
+//! let vars = SeededVars::new(42);
+//! let model = Llama::new(&config, vars.builder(DType::F32, &Device::Cpu))?;
+//! let tokens = Tensor::new(&[[1u32, 2, 3, 4]], &Device::Cpu)?;
+//! let logits = model.forward(&tokens, &mut Ctx::default())?; // (B, T, V)
+//! let gradients = logits.sum_all()?.backward()?;
+//! assert!(vars.vars().iter().all(|var| gradients.get(var).is_some()));
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! # Choosing an encoding
+//!
+//! | you want | take |
+//! |---|---|
+//! | to run or fine-tune a model that exists | [`RopeConfig::from_hf`](encoding::RopeConfig::from_hf) of its `config.json` |
+//! | lengths beyond training, recency is enough | ALiBi: no weights, no tuning, blind to what is far |
+//! | lengths beyond training, content decides | TAPA with [`PhaseNorm`](encoding::PhaseNorm): its perplexity stays low where RoPE's explodes; at small scale it starts somewhat higher |
+//! | positions that depend on content | TAPE: starts as RoPE exactly, then learns; about a quarter more time |
+//! | a baseline | [`Nope`](encoding::Nope) or absolute |
+//!
+//! # Where tokens stand
+//!
+//! [`Positions`] is the only source of positions: a span with an offset for decoding and shards, or explicit ones for
+//! left-padded batches and packed documents. Nothing is inferred from a tensor's length but the default of
+//! [`attend`], whose last query meets the last key.
+//!
+//! # Letters
+//!
+//! Everywhere B batch, H query heads, G key/value heads, T queries, S keys, D head width, E value width, C model
+//! width, V vocabulary. Positions are in tokens, angles in radians, phases in turns.
 
 pub mod attend;
+pub mod attention;
+pub mod cache;
 pub mod encoding;
+pub mod init;
+pub mod model;
 pub mod positions;
 pub mod rotate;
 
@@ -9,6 +63,14 @@ pub use attend::{
     attend, attend_with_lse, plan, plan_problem, AttendOutput, AttendSpec, Backend, DeviceKind,
     Operand, Path, Plan, Precision, Problem, Score,
 };
+pub use attention::{Attended, Attention};
+pub use cache::{CacheStep, KvCache};
 pub use encoding::{Ctx, Encoding, EncodingConfig, ModelDims, PosState, Qkv};
+pub use init::SeededVars;
+pub use model::{Llama, LlamaConfig};
 pub use positions::Positions;
 pub use rotate::{convert_layout, rotate, Layout, Rotation};
+
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

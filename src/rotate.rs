@@ -415,6 +415,9 @@ fn turn_pair<T: Element, const CONJUGATE: bool>(
     (T::from_acc(re), T::from_acc(im))
 }
 
+/// Gradients of neighbouring rows of cos and sin.
+type CosSin<'a, A> = (&'a mut [A], &'a mut [A]);
+
 /// Σ g·z̄ over the heads and batch rows that share a table entry, in one fixed order.
 fn table_gradient<T: Element>(
     layout: Layout,
@@ -430,7 +433,7 @@ fn table_gradient<T: Element>(
     let (mut dcos, mut dsin) = (vec![zero; len], vec![zero; len]);
     let summed = group * (b / table_rows.max(1));
     let rows_per_task = (TASK / (d * summed.max(1))).max(1);
-    let task = |(task, (dcos, dsin)): (usize, (&mut [T::Acc], &mut [T::Acc]))| {
+    let task = |(task, (dcos, dsin)): (usize, CosSin<'_, T::Acc>)| {
         let (mut x_scratch, mut grad_scratch) = (vec![], vec![]);
         let rows = dcos
             .chunks_exact_mut(pairs)

@@ -18,7 +18,9 @@
 
 mod absolute;
 mod alibi;
+mod mix;
 mod nope;
+mod pack;
 mod rope;
 mod rope_scaling;
 mod tapa;
@@ -37,7 +39,7 @@ pub use absolute::{Absolute, AbsoluteConfig};
 pub use alibi::{alibi_slopes, Alibi, AlibiConfig};
 pub use nope::Nope;
 pub use rope::{Rope, RopeConfig};
-pub use rope_scaling::RopeScaling;
+pub use rope_scaling::{LongRope, RopeFrequencies, RopeScaling, Yarn};
 pub use tapa::{PhaseForm, PhaseNorm, Tapa, TapaConfig};
 pub use tape::{HeadMixing, StateNorm, Tape, TapeConfig};
 
@@ -193,7 +195,7 @@ impl EncodingConfig {
         Ok(match self {
             Self::Nope => Arc::new(Nope),
             Self::Absolute(config) => Arc::new(Absolute::new(config, dims, vb)?),
-            Self::Rope(config) => Arc::new(Rope::new(config, dims, vb.device())?),
+            Self::Rope(config) => Arc::new(Rope::new(config, dims)?),
             Self::Alibi(config) => Arc::new(Alibi::new(config, dims)?),
             Self::Tapa(config) => Arc::new(Tapa::new(config, dims, vb)?),
             Self::Tape(config) => Arc::new(Tape::new(config, dims, vb)?),

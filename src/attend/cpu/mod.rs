@@ -69,9 +69,9 @@ element!(f16, f32, f16::to_f32, f16::from_f32, round_all);
 #[derive(Clone, Copy)]
 pub(crate) struct View<'a, T> {
     /// From the first element on.
-    data: &'a [T],
-    dims: [usize; 4],
-    strides: [usize; 4],
+    pub data: &'a [T],
+    pub dims: [usize; 4],
+    pub strides: [usize; 4],
 }
 
 impl<'a, T> View<'a, T> {

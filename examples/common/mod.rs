@@ -1,0 +1,35 @@
+//! What the examples share: a text made for long contexts, the training recipe, the measure of perplexity and
+//! sampling. The crate itself stays free of recipes; copy from here what you need.
+
+// Every example compiles this module for itself and uses a part of it.
+#![allow(dead_code)]
+
+use candle_core::{Error, Result};
+use std::process::ExitCode;
+
+pub mod evaluation;
+pub mod names;
+pub mod progress;
+pub mod sampling;
+pub mod tales;
+pub mod text;
+pub mod training;
+
+/// What `main` returns; an error goes to standard error in one line.
+pub fn conclude(program: &str, result: Result<()>) -> ExitCode {
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("{program}: {}", message(&error));
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// What an error says, without the backtrace that candle puts into its text where `RUST_BACKTRACE` is set.
+pub fn message(error: &Error) -> String {
+    match error {
+        Error::WithBacktrace { inner, .. } => message(inner),
+        other => other.to_string(),
+    }
+}

@@ -1,0 +1,78 @@
+//! The text to train on: files, or made.
+
+use super::tales::tales;
+use candle_core::{bail, Error, Result};
+use std::path::{Path, PathBuf};
+
+/// Size of the made text and its seed: the same for every run, so that runs can be compared.
+const MADE_BYTES: usize = 3 << 20;
+const MADE_SEED: u64 = 1;
+
+/// The bytes to train on and those to be judged by.
+pub struct Text {
+    pub name: String,
+    pub training: Vec<u8>,
+    /// The last tenth.
+    pub held_out: Vec<u8>,
+}
+
+impl Text {
+    /// The files joined, or the made text where there are none. Both parts hold at least a window of `length`
+    /// bytes and the byte after it.
+    pub fn open(files: &[PathBuf], length: usize) -> Result<Self> {
+        let (name, mut training) = match files {
+            [] => (
+                "made, see examples/common/tales.rs".to_string(),
+                tales(MADE_BYTES, MADE_SEED),
+            ),
+            files => {
+                let names: Vec<_> = files
+                    .iter()
+                    .map(|path| path.display().to_string())
+                    .collect();
+                let bytes: Vec<_> = files.iter().map(|path| read(path)).collect::<Result<_>>()?;
+                (names.join(", "), bytes.concat())
+            }
+        };
+        let shortest = length.saturating_add(1).saturating_mul(10);
+        if training.len() < shortest {
+            bail!(
+                "{name}: {} bytes are too few; a length of {length} needs at least {shortest}",
+                training.len()
+            )
+        }
+        let held_out = training.split_off(training.len() - training.len() / 10);
+        Ok(Self {
+            name,
+            training,
+            held_out,
+        })
+    }
+}
+
+/// A file's bytes; the error names the file.
+pub fn read(path: &Path) -> Result<Vec<u8>> {
+    std::fs::read(path).map_err(|e| about(path, e))
+}
+
+/// An error that names the file.
+pub fn about(path: &Path, error: impl std::fmt::Display) -> Error {
+    Error::msg(format!("{}: {error}", path.display()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn text_too_short_for_the_length_refused() -> Result<()> {
+        let path = std::env::temp_dir().join(format!("text-short-{}", std::process::id()));
+        std::fs::write(&path, [b'a'; 329]).map_err(|e| about(&path, e))?;
+        let files = [path];
+        let refused = Text::open(&files, 32).err().map(|e| e.to_string());
+        assert!(refused.is_some_and(|e| e.contains("329 bytes are too few")));
+        let opened = Text::open(&files, 31)?;
+        assert_eq!((opened.training.len(), opened.held_out.len()), (297, 32));
+        std::fs::remove_file(&files[0]).map_err(|e| about(&files[0], e))
+    }
+}

@@ -1,0 +1,406 @@
+//! Trains a byte-level LLaMA with any encoding on any text, then shows what it learnt and how far it reaches.
+//!
+//! ```text
+//! cargo run --release --example train                                  # a made text, under three minutes
+//! cargo run --release --example train -- --encoding rope
+//! cargo run --release --example train -- --text book.txt --steps 2000 --out model
+//! cargo run --release --example train -- --config encoding.json        # {"type": "rope", "theta": 500000.0}
+//! ```
+
+mod common;
+
+use candle_core::{bail, DType, Device, Error, Result};
+use candle_posenc::{EncodingConfig, Llama, LlamaConfig, SeededVars};
+use clap::Parser;
+use common::evaluation::perplexity;
+use common::message;
+use common::names::{BackendName, EncodingName};
+use common::progress::Progress;
+use common::sampling::write_on;
+use common::text::{about, read, Text};
+use common::training::{Schedule, Trainer};
+use rand::{rngs::StdRng, SeedableRng};
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+/// Contexts at which the trained model is read, in training lengths.
+const REACH: [usize; 4] = [1, 2, 4, 8];
+/// Windows that the longest context gets, where the held-out part is long enough. All contexts read the same bytes.
+const LONGEST_WINDOWS: usize = 8;
+const TEMPERATURE: f64 = 0.8;
+
+/// Train a byte-level LLaMA with any positional encoding on any text, then print a sample and the perplexity at
+/// 1, 2, 4 and 8 times the training length.
+#[derive(Parser)]
+#[command(name = "train")]
+struct Options {
+    /// Files to train on, joined as bytes; the last tenth is held out. Without any, a text is made in which brackets
+    /// close, numbers count on and names return far apart
+    #[arg(long, value_name = "FILE", num_args = 1..)]
+    text: Vec<PathBuf>,
+
+    /// The positional encoding
+    #[arg(long, value_enum, value_name = "NAME", default_value = "tapa")]
+    encoding: EncodingName,
+
+    /// An EncodingConfig in JSON, for encodings with other parameters
+    #[arg(long, value_name = "FILE", conflicts_with = "encoding")]
+    config: Option<PathBuf>,
+
+    /// Layers
+    #[arg(
+        long,
+        value_name = "N",
+        default_value_t = 4,
+        default_value_if("toy", "true", "2")
+    )]
+    layers: usize,
+
+    /// Width of the model
+    #[arg(
+        long,
+        value_name = "N",
+        default_value_t = 128,
+        default_value_if("toy", "true", "32")
+    )]
+    width: usize,
+
+    /// Query heads; they must divide the width
+    #[arg(
+        long,
+        value_name = "N",
+        default_value_t = 4,
+        default_value_if("toy", "true", "2")
+    )]
+    heads: usize,
+
+    /// Key/value heads; they must divide the query heads [default: as many as query heads]
+    #[arg(long, value_name = "N")]
+    kv_heads: Option<usize>,
+
+    /// Training length in bytes
+    #[arg(
+        long,
+        value_name = "BYTES",
+        default_value_t = 256,
+        default_value_if("toy", "true", "32")
+    )]
+    length: usize,
+
+    /// Windows in a batch
+    #[arg(
+        long,
+        value_name = "N",
+        default_value_t = 8,
+        default_value_if("toy", "true", "4")
+    )]
+    batch: usize,
+
+    /// Steps of training
+    #[arg(
+        long,
+        value_name = "N",
+        default_value_t = 600,
+        default_value_if("toy", "true", "40")
+    )]
+    steps: usize,
+
+    /// Highest learning rate
+    #[arg(
+        long,
+        value_name = "RATE",
+        default_value_t = 3e-3,
+        allow_negative_numbers = true
+    )]
+    lr: f64,
+
+    /// Seed of weights, batches and the sample
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    seed: u64,
+
+    /// Which implementation of attention may run
+    #[arg(long, value_enum, value_name = "NAME", default_value = "auto")]
+    backend: BackendName,
+
+    /// What the sample starts with [default: the beginning of the held-out text]
+    #[arg(long, value_name = "TEXT")]
+    prompt: Option<String>,
+
+    /// Folder to write model.safetensors and config.json to
+    #[arg(long, value_name = "DIR")]
+    out: Option<PathBuf>,
+
+    /// A model small enough to train in seconds; single sizes can still be given
+    #[arg(long)]
+    toy: bool,
+}
+
+fn main() -> ExitCode {
+    common::conclude("train", run(&Options::parse()))
+}
+
+fn run(options: &Options) -> Result<()> {
+    let config = model_config(options)?;
+    let text = Text::open(&options.text, options.length)?;
+    let prompt = prompt(options, &text)?;
+    if let Some(out) = &options.out {
+        std::fs::create_dir_all(out).map_err(|e| about(out, e))?;
+    }
+
+    let device = Device::Cpu;
+    let vars = SeededVars::new(options.seed);
+    let model = Llama::new(&config, vars.builder(DType::F32, &device))?
+        .with_backend(options.backend.into());
+    print_facts(&model, &vars, &text, options)?;
+    train(&model, &vars, &text, options, &device)?;
+    print_reach(&model, &text, options.length, &device)?;
+    print_sample(&model, &prompt, options, &device)?;
+    if let Some(out) = &options.out {
+        save(&config, &vars, out)?;
+    }
+    Ok(())
+}
+
+/// What this run is about, before it starts.
+fn print_facts(model: &Llama, vars: &SeededVars, text: &Text, options: &Options) -> Result<()> {
+    let &Options {
+        layers,
+        width,
+        heads,
+        length,
+        batch,
+        steps,
+        lr,
+        seed,
+        ..
+    } = options;
+    let kv_heads = model.config().num_key_value_heads;
+    let weights: usize = vars.vars().iter().map(|var| var.elem_count()).sum();
+    let encoding = serde_json::to_string(&model.config().encoding).map_err(Error::wrap)?;
+    let (training, held_out) = (text.training.len(), text.held_out.len());
+    let plan = model.plan(0, batch, length)?;
+    println!("model      {weights} weights: {layers} layers of width {width}, {heads} query and {kv_heads} key/value heads");
+    println!("encoding   {encoding}");
+    println!(
+        "text       {training} bytes to train on, {held_out} held out: {}",
+        text.name
+    );
+    println!("training   {steps} steps of {batch} windows of {length} bytes, learning rate {lr}, seed {seed}");
+    println!("device     CPU");
+    println!("attention  {plan}");
+    Ok(())
+}
+
+/// The model that the options describe.
+fn model_config(options: &Options) -> Result<LlamaConfig> {
+    let &Options {
+        layers,
+        width,
+        heads,
+        length,
+        batch,
+        steps,
+        lr,
+        ..
+    } = options;
+    let kv_heads = options.kv_heads.unwrap_or(heads);
+    for (name, value) in [
+        ("layers", layers),
+        ("width", width),
+        ("heads", heads),
+        ("kv-heads", kv_heads),
+        ("batch", batch),
+        ("steps", steps),
+    ] {
+        if value == 0 {
+            bail!("--{name} must be at least 1")
+        }
+    }
+    if length < 4 {
+        bail!("--length must be at least 4 bytes, got {length}")
+    }
+    if !(lr > 0. && lr.is_finite()) {
+        bail!("--lr must be above 0, got {lr}")
+    }
+    if width % heads != 0 {
+        bail!("--heads must divide --width; {heads} does not divide {width}")
+    }
+    if heads % kv_heads != 0 {
+        bail!("--kv-heads must divide --heads; {kv_heads} does not divide {heads}")
+    }
+    let encoding = match &options.config {
+        None => options.encoding.config(length),
+        Some(path) => {
+            serde_json::from_slice::<EncodingConfig>(&read(path)?).map_err(|e| about(path, e))?
+        }
+    };
+    Ok(LlamaConfig {
+        hidden_size: width,
+        // Three matrices of 8/3 the width have as many weights as the usual two of four times the width.
+        intermediate_size: (8 * width / 3).next_multiple_of(8),
+        num_hidden_layers: layers,
+        num_attention_heads: heads,
+        num_key_value_heads: kv_heads,
+        max_position_embeddings: length,
+        encoding,
+        ..LlamaConfig::default()
+    })
+}
+
+/// What the sample starts with; it leaves room for at least as much again within the training length.
+fn prompt(options: &Options, text: &Text) -> Result<Vec<u8>> {
+    let longest = options.length / 2;
+    match &options.prompt {
+        None => Ok(text.held_out.iter().copied().take(longest).collect()),
+        Some(prompt) if (1..=longest).contains(&prompt.len()) => Ok(prompt.clone().into_bytes()),
+        Some(prompt) => bail!(
+            "--prompt must have 1 to {longest} bytes, half of --length, got {}",
+            prompt.len()
+        ),
+    }
+}
+
+fn train(
+    model: &Llama,
+    vars: &SeededVars,
+    text: &Text,
+    options: &Options,
+    device: &Device,
+) -> Result<()> {
+    let mut rng = StdRng::seed_from_u64(options.seed);
+    let mut trainer = Trainer::new(vars.vars(), Schedule::new(options.lr, options.steps))?;
+    let mut progress = Progress::new(options.steps, options.batch * options.length)?;
+    for _ in 0..options.steps {
+        let loss = trainer.step(
+            model,
+            &text.training,
+            (options.batch, options.length),
+            &mut rng,
+            device,
+        )?;
+        progress.report(loss);
+    }
+    progress.finish();
+    Ok(())
+}
+
+/// The table of perplexities by context.
+fn print_reach(model: &Llama, text: &Text, length: usize, device: &Device) -> Result<()> {
+    let longest = length * REACH[REACH.len() - 1];
+    // Whole windows of the longest context and the byte after them, so that every context reads the same bytes.
+    let windows = (text.held_out.len().saturating_sub(1) / longest).min(LONGEST_WINDOWS);
+    let held_out = match windows {
+        0 => &text.held_out[..],
+        n => &text.held_out[..n * longest + 1],
+    };
+    println!("\nPerplexity per byte of held-out text: 1 is certainty, 256 a blind guess. Last quarter: of the bytes with the most context.");
+    println!(
+        "{:>14}  {:>8}  {:>8}  {:>12}",
+        "context", "windows", "whole", "last quarter"
+    );
+    let mut whole = Vec::new();
+    for reach in REACH {
+        let context = format!("{} ({reach}×)", reach * length);
+        match perplexity(model, held_out, reach * length, device) {
+            Ok(found) => {
+                println!(
+                    "{context:>14}  {:>8}  {:>8.3}  {:>12.3}",
+                    found.windows, found.whole, found.last_quarter
+                );
+                whole.push((reach, found.whole));
+            }
+            // A learned table ends, or the held-out text is too short: the others still tell something.
+            Err(error) if reach > 1 => println!("{context:>14}  {}", message(&error)),
+            Err(error) => return Err(error),
+        }
+    }
+    if let [(_, short), .., (reach, long)] = whole[..] {
+        let ratio = long / short;
+        let verdict = match ratio {
+            r if r < 0.99 => "longer contexts helped",
+            r if r > 1.01 => "longer contexts got worse",
+            _ => "longer contexts neither helped nor got worse",
+        };
+        println!(
+            "Perplexity at {reach}× the training length is {ratio:.3} times that at 1×: {verdict}."
+        );
+    }
+    Ok(())
+}
+
+/// The prompt and what the model writes on, up to the training length.
+fn print_sample(model: &Llama, prompt: &[u8], options: &Options, device: &Device) -> Result<()> {
+    let mut rng = StdRng::seed_from_u64(options.seed);
+    let count = options.length - prompt.len();
+    let written = write_on(model, prompt, count, TEMPERATURE, &mut rng, device)?;
+    println!("\nSample of {count} bytes at temperature {TEMPERATURE}, with a key/value cache, after the prompt in ⟨⟩:");
+    println!(
+        "⟨{}⟩{}",
+        String::from_utf8_lossy(prompt),
+        String::from_utf8_lossy(&written)
+    );
+    Ok(())
+}
+
+fn save(config: &LlamaConfig, vars: &SeededVars, folder: &Path) -> Result<()> {
+    let path = folder.join("config.json");
+    let json = serde_json::to_string_pretty(config).map_err(Error::wrap)?;
+    std::fs::write(&path, json + "\n").map_err(|e| about(&path, e))?;
+    let path = folder.join("model.safetensors");
+    vars.save(&path)?;
+    println!("\nSaved to {}", folder.display());
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::common::tales::tales;
+
+    fn options(words: &[&str]) -> Options {
+        Options::parse_from([&["train"], words].concat())
+    }
+
+    #[test]
+    fn model_config_sizes_that_do_not_fit_refused_in_one_line() {
+        for (words, told) in [
+            (["--heads", "3"], "3 does not divide 128"),
+            (["--kv-heads", "3"], "3 does not divide 4"),
+            (["--kv-heads", "0"], "--kv-heads"),
+            (["--steps", "0"], "--steps"),
+            (["--length", "1"], "--length"),
+            (["--lr", "-1"], "--lr"),
+            (["--lr", "inf"], "--lr"),
+            (["--config", "no such file"], "no such file"),
+        ] {
+            let told_of = message(&model_config(&options(&words)).unwrap_err());
+            assert!(told_of.contains(told), "{words:?}: {told_of}");
+            assert_eq!(told_of.lines().count(), 1, "{told_of}");
+        }
+    }
+
+    #[test]
+    fn options_single_size_given_overrides_toy() -> Result<()> {
+        let config = model_config(&options(&["--toy", "--layers", "3"]))?;
+        assert_eq!((config.num_hidden_layers, config.hidden_size), (3, 32));
+        Ok(())
+    }
+
+    #[test]
+    fn run_toy_saves_a_model_that_loads_back_trained() -> Result<()> {
+        let folder = std::env::temp_dir().join(format!("train-toy-{}", std::process::id()));
+        let out = folder.display().to_string();
+        run(&options(&["--toy", "--steps", "30", "--out", &out]))?;
+
+        let config: LlamaConfig =
+            serde_json::from_slice(&read(&folder.join("config.json"))?).map_err(Error::wrap)?;
+        let vars = SeededVars::new(1);
+        let model = Llama::new(&config, vars.builder(DType::F32, &Device::Cpu))?;
+        let text = tales(2000, 5);
+        let untrained = perplexity(&model, &text, 32, &Device::Cpu)?.whole;
+        vars.load(folder.join("model.safetensors"))?;
+        let trained = perplexity(&model, &text, 32, &Device::Cpu)?.whole;
+        assert!(untrained > 200. && trained < 100., "{untrained} {trained}");
+        std::fs::remove_dir_all(&folder).map_err(|e| about(&folder, e))
+    }
+}

@@ -1,0 +1,158 @@
+//! The attention part of a transformer block: projections, grouped heads, and the hooks of an [`Encoding`].
+
+use crate::attend::{attend, plan, AttendSpec, Backend, Plan};
+use crate::cache::CacheStep;
+use crate::encoding::{Encoding, ModelDims, PosState, Qkv};
+use crate::positions::Positions;
+use candle_core::{bail, Result, Tensor};
+use candle_nn::{Init, Linear, Module, VarBuilder};
+
+/// Causal self-attention with grouped heads, of one layer.
+#[derive(Debug, Clone)]
+pub struct Attention {
+    q_proj: Linear,
+    k_proj: Linear,
+    v_proj: Linear,
+    o_proj: Linear,
+    layer: usize,
+    dims: ModelDims,
+    window: Option<usize>,
+    backend: Backend,
+}
+
+/// What [`Attention::forward`] returns.
+#[derive(Debug, Clone)]
+pub struct Attended {
+    /// (B, T, C), to be added to the stream.
+    pub out: Tensor,
+    /// (B, H, T, E − D): what attention averaged beyond the model's own values, where the encoding widened them.
+    pub carried: Option<Tensor>,
+}
+
+impl Attention {
+    /// The attention of layer `layer`, its weights `q_proj`, `k_proj`, `v_proj` and `o_proj` from `vb`. Where `vb`
+    /// creates weights they are drawn from `init`.
+    ///
+    /// # Errors
+    /// When a weight is missing or has another shape.
+    pub fn new(
+        layer: usize,
+        dims: &ModelDims,
+        window: Option<usize>,
+        init: Init,
+        vb: VarBuilder,
+    ) -> Result<Self> {
+        let (q_width, kv_width) = (dims.heads * dims.head_dim, dims.kv_heads * dims.head_dim);
+        let linear = |from, to, name| linear(from, to, init, vb.pp(name));
+        Ok(Self {
+            q_proj: linear(dims.width, q_width, "q_proj")?,
+            k_proj: linear(dims.width, kv_width, "k_proj")?,
+            v_proj: linear(dims.width, kv_width, "v_proj")?,
+            o_proj: linear(q_width, dims.width, "o_proj")?,
+            layer,
+            dims: *dims,
+            window,
+            backend: Backend::Auto,
+        })
+    }
+
+    /// The same on another backend.
+    pub fn with_backend(self, backend: Backend) -> Self {
+        Self { backend, ..self }
+    }
+
+    /// Projects, encodes, caches and attends.
+    ///
+    /// # Shapes
+    /// x (B, T, C) → (B, T, C).
+    ///
+    /// # Errors
+    /// When shapes do not fit, or the encoding makes the values narrower than D.
+    pub fn forward(
+        &self,
+        x: &Tensor,
+        encoding: &dyn Encoding,
+        state: &PosState,
+        cache: Option<&mut CacheStep>,
+    ) -> Result<Attended> {
+        let ModelDims {
+            heads, head_dim, ..
+        } = self.dims;
+        let (b, t, _) = x.dims3()?;
+        let Qkv { q, k, v } = self.project(x, encoding, state)?; // v: (B,G,T,E)
+        let (k, v, key_positions) = match cache {
+            Some(step) => {
+                let (k, v) = step.append(self.layer, &k, &v, q.track_op())?; // (B,G,S,D), (B,G,S,E)
+                (k, v, step.key_positions())
+            }
+            None => (k, v, &state.positions),
+        };
+        let spec = self.spec(encoding, state, key_positions);
+        let mixed = attend(&q, &k, &v, &spec)?; // (B,H,T,E)
+
+        let width = mixed.dim(3)?;
+        let (own, carried) = match width.checked_sub(head_dim) {
+            Some(0) => (mixed, None),
+            Some(more) => (
+                mixed.narrow(3, 0, head_dim)?,
+                Some(mixed.narrow(3, head_dim, more)?),
+            ),
+            None => bail!(
+                "attention: the encoding made the values of layer {} {width} wide, but a head has {head_dim}",
+                self.layer
+            ),
+        };
+        let own = own.transpose(1, 2)?.reshape((b, t, heads * head_dim))?; // (B,T,H·D)
+        Ok(Attended {
+            out: self.o_proj.forward(&own)?,
+            carried,
+        })
+    }
+
+    /// What [`forward`](Self::forward) without a cache will do in [`attend`](crate::attend()), and why.
+    ///
+    /// # Shapes
+    /// x (B, T, C), as for [`forward`](Self::forward); its values do not matter.
+    ///
+    /// # Errors
+    /// As [`forward`](Self::forward).
+    pub fn plan(&self, x: &Tensor, encoding: &dyn Encoding, state: &PosState) -> Result<Plan> {
+        let Qkv { q, k, v } = self.project(x, encoding, state)?;
+        plan(&q, &k, &v, &self.spec(encoding, state, &state.positions))
+    }
+
+    /// x (B,T,C) → encoded q (B,H,T,D), k (B,G,T,D), v (B,G,T,E).
+    fn project(&self, x: &Tensor, encoding: &dyn Encoding, state: &PosState) -> Result<Qkv> {
+        let ModelDims {
+            heads, kv_heads, ..
+        } = self.dims;
+        let qkv = Qkv {
+            q: split_heads(&self.q_proj.forward(x)?, heads)?, // (B,H,T,D)
+            k: split_heads(&self.k_proj.forward(x)?, kv_heads)?, // (B,G,T,D)
+            v: split_heads(&self.v_proj.forward(x)?, kv_heads)?, // (B,G,T,D)
+        };
+        encoding.encode(self.layer, qkv, state)
+    }
+
+    fn spec(&self, encoding: &dyn Encoding, state: &PosState, keys: &Positions) -> AttendSpec {
+        AttendSpec {
+            window: self.window,
+            ..AttendSpec::causal()
+        }
+        .with_score(encoding.score(self.layer))
+        .with_backend(self.backend)
+        .with_positions(state.positions.clone(), keys.clone())
+    }
+}
+
+/// (B, T, N·D) → (B, N, T, D), a view.
+fn split_heads(x: &Tensor, heads: usize) -> Result<Tensor> {
+    let (b, t, _) = x.dims3()?;
+    x.reshape((b, t, heads, ()))?.transpose(1, 2)
+}
+
+/// A projection without bias.
+pub(crate) fn linear(from: usize, to: usize, init: Init, vb: VarBuilder) -> Result<Linear> {
+    let weight = vb.get_with_hints((to, from), "weight", init)?;
+    Ok(Linear::new(weight, None))
+}

@@ -1,0 +1,437 @@
+//! LLaMA (Touvron et al., arXiv 2302.13971) with any positional encoding.
+//!
+//! The stream x (B, T, C) starts as token embeddings; each block adds attention and a gated feed-forward part to it,
+//! each behind a norm; a last norm and the head make logits (B, T, V). The encoding acts only through its
+//! [hooks](Encoding).
+
+use crate::attend::{Backend, Plan};
+use crate::attention::{linear, Attention};
+use crate::cache::{CacheStep, KvCache};
+use crate::encoding::{Ctx, Encoding, EncodingConfig, ModelDims, PosState, RopeConfig};
+use crate::positions::Positions;
+use candle_core::{bail, DType, Result, Tensor};
+use candle_nn::{Embedding, Init, Linear, Module, RmsNorm, VarBuilder};
+use serde::{Deserialize, Serialize};
+use std::sync::Arc;
+
+/// The sizes of a LLaMA and its encoding; field names as in Hugging Face's `config.json`.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct LlamaConfig {
+    /// Number of token ids V.
+    pub vocab_size: usize,
+    /// Model width C.
+    pub hidden_size: usize,
+    /// Width of the feed-forward part.
+    pub intermediate_size: usize,
+    /// Number of layers.
+    pub num_hidden_layers: usize,
+    /// Query heads H.
+    pub num_attention_heads: usize,
+    /// Key/value heads G, a divisor of H.
+    pub num_key_value_heads: usize,
+    /// Head width D; `None` is C / H.
+    #[serde(default)]
+    pub head_dim: Option<usize>,
+    /// What the norms add to the mean square.
+    #[serde(default = "default_rms_norm_eps")]
+    pub rms_norm_eps: f64,
+    /// Whether the head uses the token embeddings as its weights.
+    #[serde(default)]
+    pub tie_word_embeddings: bool,
+    /// Longest sequence the model is made for, in tokens.
+    pub max_position_embeddings: usize,
+    /// Number of positions a query sees, its own included; `None` is all of them.
+    #[serde(default, alias = "sliding_window")]
+    pub window: Option<usize>,
+    /// Standard deviation of new weights.
+    #[serde(default = "default_initializer_range")]
+    pub initializer_range: f64,
+    /// The positional encoding.
+    pub encoding: EncodingConfig,
+}
+
+fn default_rms_norm_eps() -> f64 {
+    1e-6
+}
+
+fn default_initializer_range() -> f64 {
+    0.02
+}
+
+impl Default for LlamaConfig {
+    /// A small byte-level model with RoPE: 4 layers of width 128, 4 heads, 0.8 million weights.
+    fn default() -> Self {
+        Self {
+            vocab_size: 256,
+            hidden_size: 128,
+            intermediate_size: 344,
+            num_hidden_layers: 4,
+            num_attention_heads: 4,
+            num_key_value_heads: 4,
+            head_dim: None,
+            rms_norm_eps: 1e-5,
+            tie_word_embeddings: true,
+            max_position_embeddings: 2048,
+            window: None,
+            initializer_range: default_initializer_range(),
+            encoding: EncodingConfig::Rope(RopeConfig::default()),
+        }
+    }
+}
+
+impl LlamaConfig {
+    /// The sizes that an encoding is built for.
+    pub fn dims(&self) -> ModelDims {
+        let share = self.hidden_size.checked_div(self.num_attention_heads);
+        ModelDims {
+            width: self.hidden_size,
+            heads: self.num_attention_heads,
+            kv_heads: self.num_key_value_heads,
+            head_dim: self.head_dim.or(share).unwrap_or(0),
+            layers: self.num_hidden_layers,
+            max_positions: self.max_position_embeddings,
+        }
+    }
+
+    /// Checks that the sizes make a model.
+    ///
+    /// # Errors
+    /// When one is 0, does not divide what it must, or a number is out of range.
+    pub fn validate(&self) -> Result<()> {
+        for (name, size) in [
+            ("vocab_size", self.vocab_size),
+            ("hidden_size", self.hidden_size),
+            ("intermediate_size", self.intermediate_size),
+            ("num_hidden_layers", self.num_hidden_layers),
+            ("num_attention_heads", self.num_attention_heads),
+            ("num_key_value_heads", self.num_key_value_heads),
+            ("head_dim", self.head_dim.unwrap_or(1)),
+            ("max_position_embeddings", self.max_position_embeddings),
+            ("window", self.window.unwrap_or(1)),
+        ] {
+            if size == 0 {
+                bail!("config: {name} must be at least 1")
+            }
+        }
+        let (width, heads) = (self.hidden_size, self.num_attention_heads);
+        if self.head_dim.is_none() && width % heads != 0 {
+            bail!("config: hidden_size {width} must be a multiple of num_attention_heads {heads} where head_dim is not given")
+        }
+        if heads % self.num_key_value_heads != 0 {
+            bail!(
+                "config: num_attention_heads {heads} must be a multiple of num_key_value_heads {}",
+                self.num_key_value_heads
+            )
+        }
+        if !(self.rms_norm_eps.is_finite() && self.rms_norm_eps > 0.) {
+            bail!(
+                "config: rms_norm_eps {} must be finite and above 0",
+                self.rms_norm_eps
+            )
+        }
+        if !(self.initializer_range.is_finite() && self.initializer_range >= 0.) {
+            bail!(
+                "config: initializer_range {} must be finite and not negative",
+                self.initializer_range
+            )
+        }
+        Ok(())
+    }
+
+    fn init(&self) -> Init {
+        Init::Randn {
+            mean: 0.,
+            stdev: self.initializer_range,
+        }
+    }
+}
+
+/// The gated feed-forward part, SwiGLU: down(silu(gate(x)) ⊙ up(x)).
+#[derive(Debug, Clone)]
+struct Mlp {
+    gate_proj: Linear,
+    up_proj: Linear,
+    down_proj: Linear,
+}
+
+impl Mlp {
+    fn new(config: &LlamaConfig, vb: VarBuilder) -> Result<Self> {
+        let (c, inner, init) = (config.hidden_size, config.intermediate_size, config.init());
+        Ok(Self {
+            gate_proj: linear(c, inner, init, vb.pp("gate_proj"))?,
+            up_proj: linear(c, inner, init, vb.pp("up_proj"))?,
+            down_proj: linear(inner, c, init, vb.pp("down_proj"))?,
+        })
+    }
+
+    /// (B,T,C) → (B,T,C)
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        let gate = self.gate_proj.forward(x)?.silu()?;
+        self.down_proj.forward(&(gate * self.up_proj.forward(x)?)?)
+    }
+}
+
+/// One layer.
+#[derive(Debug, Clone)]
+struct Block {
+    layer: usize,
+    attention_norm: RmsNorm,
+    attention: Attention,
+    mlp_norm: RmsNorm,
+    mlp: Mlp,
+}
+
+impl Block {
+    fn new(layer: usize, config: &LlamaConfig, vb: VarBuilder) -> Result<Self> {
+        let (dims, window, init) = (config.dims(), config.window, config.init());
+        Ok(Self {
+            layer,
+            attention_norm: norm(config, vb.pp("input_layernorm"))?,
+            attention: Attention::new(layer, &dims, window, init, vb.pp("self_attn"))?,
+            mlp_norm: norm(config, vb.pp("post_attention_layernorm"))?,
+            mlp: Mlp::new(config, vb.pp("mlp"))?,
+        })
+    }
+
+    /// x (B,T,C) → (B,T,C) and the next layer's state.
+    fn forward(
+        &self,
+        x: &Tensor,
+        encoding: &dyn Encoding,
+        state: PosState,
+        cache: Option<&mut CacheStep>,
+    ) -> Result<(Tensor, PosState)> {
+        let normed = self.attention_norm.forward_diff(x)?;
+        let attended = self.attention.forward(&normed, encoding, &state, cache)?;
+        let x = (x + attended.out)?;
+        let mlp_out = self.mlp.forward(&self.mlp_norm.forward_diff(&x)?)?;
+        let state = encoding.update(self.layer, state, attended.carried.as_ref(), &mlp_out)?;
+        Ok(((x + mlp_out)?, state))
+    }
+}
+
+/// A LLaMA: token ids to logits.
+///
+/// Weights have Hugging Face's names (`model.embed_tokens.weight`, `model.layers.0.self_attn.q_proj.weight`, …,
+/// `lm_head.weight`). Threads may share one model: it holds no state between calls; that is in the [`KvCache`].
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use candle_posenc::{Ctx, EncodingConfig, Llama, LlamaConfig, SeededVars};
+/// # fn main() -> candle_core::Result<()> {
+/// let config = LlamaConfig { encoding: EncodingConfig::Nope, ..LlamaConfig::default() };
+/// let vars = SeededVars::new(0);
+/// let model = Llama::new(&config, vars.builder(DType::F32, &Device::Cpu))?;
+/// let tokens = Tensor::new(&[[3u32, 1, 4, 1, 5], [9, 2, 6, 5, 3]], &Device::Cpu)?;
+/// let logits = model.forward(&tokens, &mut Ctx::default())?;
+/// assert_eq!(logits.dims(), &[2, 5, 256]);
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Clone)]
+pub struct Llama {
+    config: LlamaConfig,
+    embed_tokens: Embedding,
+    encoding: Arc<dyn Encoding>,
+    blocks: Vec<Block>,
+    norm: RmsNorm,
+    head: Linear,
+}
+
+impl Llama {
+    /// The model of a configuration, its weights and its encoding's from `vb`.
+    ///
+    /// # Errors
+    /// When the configuration is [not valid](LlamaConfig::validate), or a weight is missing or has another shape.
+    pub fn new(config: &LlamaConfig, vb: VarBuilder) -> Result<Self> {
+        config.validate()?;
+        let encoding = config.encoding.build(&config.dims(), vb.pp("model"))?;
+        Self::with_encoding(config, encoding, vb)
+    }
+
+    /// The model with an encoding of the caller's own, in place of the configuration's.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
+    pub fn with_encoding(
+        config: &LlamaConfig,
+        encoding: Arc<dyn Encoding>,
+        vb: VarBuilder,
+    ) -> Result<Self> {
+        config.validate()?;
+        let (v, c) = (config.vocab_size, config.hidden_size);
+        let model = vb.pp("model");
+        let embeddings = model.get_with_hints((v, c), "embed_tokens.weight", config.init())?;
+        let blocks = (0..config.num_hidden_layers)
+            .map(|layer| Block::new(layer, config, model.pp("layers").pp(layer)))
+            .collect::<Result<_>>()?;
+        let head = match config.tie_word_embeddings {
+            true => Linear::new(embeddings.clone(), None),
+            false => linear(c, v, config.init(), vb.pp("lm_head"))?,
+        };
+        Ok(Self {
+            config: config.clone(),
+            embed_tokens: Embedding::new(embeddings, c),
+            encoding,
+            blocks,
+            norm: norm(config, model.pp("norm"))?,
+            head,
+        })
+    }
+
+    /// The same with attention on another backend.
+    pub fn with_backend(mut self, backend: Backend) -> Self {
+        for block in &mut self.blocks {
+            block.attention = block.attention.clone().with_backend(backend);
+        }
+        self
+    }
+
+    /// The configuration that the model was built from.
+    pub fn config(&self) -> &LlamaConfig {
+        &self.config
+    }
+
+    /// What attention in a layer will do in [`forward`](Self::forward), and why. It runs the layer's projections,
+    /// but no attention.
+    ///
+    /// # Shapes
+    /// For tokens (B, T): `batch` and `len`.
+    ///
+    /// # Errors
+    /// When there is no such layer or attention cannot run.
+    pub fn plan(&self, layer: usize, batch: usize, len: usize) -> Result<Plan> {
+        let Some(block) = self.blocks.get(layer) else {
+            bail!("llama: layer {layer} of {}", self.blocks.len())
+        };
+        let weights = self.embed_tokens.embeddings();
+        let shape = (batch, len, self.config.hidden_size);
+        let x = Tensor::zeros(shape, weights.dtype(), weights.device())?;
+        let state = (self.encoding).begin(&x, &Positions::first(len), &mut Ctx::default())?;
+        block.attention.plan(&x, &*self.encoding, &state)
+    }
+
+    /// Logits of the next token behind each of the tokens, which stand at 0, 1, ….
+    ///
+    /// # Shapes
+    /// tokens (B, T), `u32` or `i64` → (B, T, V).
+    ///
+    /// # Errors
+    /// As [`forward_at`](Self::forward_at).
+    pub fn forward(&self, tokens: &Tensor, ctx: &mut Ctx) -> Result<Tensor> {
+        let t = tokens.dims().get(1).copied().unwrap_or(0);
+        self.forward_at(tokens, &Positions::first(t), None, ctx)
+    }
+
+    /// Logits of tokens that stand at `positions`, seeing also the tokens in a cache, to which they are added.
+    /// Tokens at negative positions are padding: their logits are 0 and their embeddings are not read.
+    ///
+    /// # Shapes
+    /// tokens (B, T), `u32` or `i64` → (B, T, V).
+    ///
+    /// # Errors
+    /// When there is no token, an id is not below V, or the positions or the cache do not fit. Then the cache is as
+    /// it was.
+    pub fn forward_at(
+        &self,
+        tokens: &Tensor,
+        positions: &Positions,
+        cache: Option<&mut KvCache>,
+        ctx: &mut Ctx,
+    ) -> Result<Tensor> {
+        self.logits(&self.hidden_at(tokens, positions, cache, ctx)?)
+    }
+
+    /// The first part of [`forward_at`](Self::forward_at): the stream behind the last norm. Where only a prompt's
+    /// last logits are wanted, narrow this before [`logits`](Self::logits).
+    ///
+    /// # Shapes
+    /// tokens (B, T), `u32` or `i64` → (B, T, C).
+    ///
+    /// # Errors
+    /// As [`forward_at`](Self::forward_at).
+    pub fn hidden_at(
+        &self,
+        tokens: &Tensor,
+        positions: &Positions,
+        cache: Option<&mut KvCache>,
+        ctx: &mut Ctx,
+    ) -> Result<Tensor> {
+        let (b, t) = self.check_tokens(tokens)?;
+        if positions.len() != t {
+            bail!("llama: {} positions for {t} tokens", positions.len())
+        }
+        let x = self.embed_tokens.forward(tokens)?; // (B,T,C)
+        let x = self.encoding.embed(&x, positions)?;
+        let mut x = zero_padding(&x, positions)?;
+        let mut state = self.encoding.begin(&x, positions, ctx)?;
+        let mut step = cache
+            .map(|cache| cache.step(&state.positions, b))
+            .transpose()?;
+        for block in &self.blocks {
+            (x, state) = block.forward(&x, &*self.encoding, state, step.as_mut())?;
+        }
+        let hidden = self.norm.forward_diff(&x)?;
+        step.map_or(Ok(()), CacheStep::commit)?;
+        Ok(hidden)
+    }
+
+    /// The second part of [`forward_at`](Self::forward_at): the head.
+    ///
+    /// # Shapes
+    /// (B, T, C) → (B, T, V).
+    ///
+    /// # Errors
+    /// When the width is not C.
+    pub fn logits(&self, hidden: &Tensor) -> Result<Tensor> {
+        self.head.forward(hidden)
+    }
+
+    /// (B, T) of token ids that are all below V.
+    fn check_tokens(&self, tokens: &Tensor) -> Result<(usize, usize)> {
+        let [b, t] = tokens.dims() else {
+            bail!("llama: tokens must be (B, T), got {tokens:?}")
+        };
+        if b * t == 0 {
+            bail!("llama: there is no token in {tokens:?}")
+        }
+        let vocab = self.config.vocab_size;
+        let out_of_range = match tokens.dtype() {
+            DType::U32 => {
+                let max = tokens.max_all()?.to_scalar::<u32>()?;
+                (max as usize >= vocab).then_some(i64::from(max))
+            }
+            DType::I64 => {
+                let range = [tokens.min_all()?, tokens.max_all()?];
+                let [min, max] = [range[0].to_scalar::<i64>()?, range[1].to_scalar::<i64>()?];
+                let bad = |id: &i64| usize::try_from(*id).map_or(true, |id| id >= vocab);
+                [min, max].into_iter().find(bad)
+            }
+            other => bail!("llama: tokens must be u32 or i64, got {other:?}"),
+        };
+        if let Some(id) = out_of_range {
+            bail!("llama: token id {id} is not in the vocabulary of {vocab}")
+        }
+        Ok((*b, *t))
+    }
+}
+
+fn norm(config: &LlamaConfig, vb: VarBuilder) -> Result<RmsNorm> {
+    let weight = vb.get_with_hints(config.hidden_size, "weight", Init::Const(1.))?;
+    Ok(RmsNorm::new(weight, config.rms_norm_eps))
+}
+
+/// x (B, T, C) with 0 where a token is padding, so that whatever its embedding holds reaches neither values nor
+/// gradients.
+fn zero_padding(x: &Tensor, positions: &Positions) -> Result<Tensor> {
+    let (b, t, _) = x.dims3()?;
+    let table = positions.table(b)?;
+    if !table.has_padding() {
+        return Ok(x.clone());
+    }
+    let real: Vec<u8> = (0..b)
+        .flat_map(|row| table.row(row).iter().map(|p| u8::from(*p >= 0)))
+        .collect();
+    let real = Tensor::from_vec(real, (b, t, 1), x.device())?.broadcast_as(x.shape())?;
+    real.where_cond(x, &x.zeros_like()?)
+}
