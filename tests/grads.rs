@@ -4,7 +4,9 @@ mod reference;
 
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_posenc::{attend, attend_with_lse, AttendSpec, Backend, Score};
-use reference::{run, scores, tensor, values, var, Call, Dims, Fill, Inputs, Rows, BACKENDS};
+use reference::{
+    run, scores, tensor, values, var, Call, Dims, Expected, Fill, Inputs, Rows, BACKENDS,
+};
 
 const CPU: Device = Device::Cpu;
 
@@ -165,7 +167,7 @@ fn gradients_of_every_score_and_option_equal_differences() -> Result<()> {
                 gradcheck(name, &call, &|inputs| loss(&call, inputs, backend))?;
                 let inputs = Inputs::normal(call.dims, 50);
                 let run = run(&call, &inputs, DType::F64, backend)?;
-                if let Err(fault) = reference::agree(&call, &inputs, DType::F64, &run) {
+                if let Err(fault) = Expected::of(&call, &inputs, DType::F64).agrees(&run) {
                     panic!("{name} {backend:?} {call:?}\n{fault}")
                 }
             }

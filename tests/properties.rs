@@ -9,7 +9,7 @@ use proptest::collection::vec;
 use proptest::option;
 use proptest::prelude::*;
 use reference::{
-    agree, run, run_stored, unit_roundoff, Call, Dims, Fill, Inputs, Rows, Run, Storage, Summed,
+    run, run_stored, unit_roundoff, Call, Dims, Expected, Fill, Inputs, Rows, Run, Storage, Summed,
     BACKENDS, FLOOR, STORAGES,
 };
 
@@ -199,9 +199,10 @@ fn same_run(one: &Run, other: &Run, call: &Call, inputs: &Inputs) -> Result<(), 
 /// Both paths, stored as the case tells, against the reference.
 fn holds(case: &Case, dtype: DType) -> Result<(), TestCaseError> {
     let inputs = case.inputs(dtype);
+    let expected = Expected::of(&case.call, &inputs, dtype);
     for backend in BACKENDS {
         let run = run_stored(&case.call, &inputs, dtype, backend, case.storages).map_err(fault)?;
-        if let Err(fault) = agree(&case.call, &inputs, dtype, &run) {
+        if let Err(fault) = expected.agrees(&run) {
             return Err(TestCaseError::fail(format!("{backend:?}: {fault}")));
         }
     }
