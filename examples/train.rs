@@ -91,7 +91,7 @@ struct Options {
     #[arg(
         long,
         value_name = "N",
-        default_value_t = 8,
+        default_value_t = 4,
         default_value_if("toy", "true", "4")
     )]
     batch: usize,
@@ -100,7 +100,7 @@ struct Options {
     #[arg(
         long,
         value_name = "N",
-        default_value_t = 600,
+        default_value_t = 800,
         default_value_if("toy", "true", "40")
     )]
     steps: usize,
@@ -153,12 +153,11 @@ fn run(options: &Options) -> Result<()> {
         .with_backend(options.backend.into());
     print_facts(&model, &vars, &text, options)?;
     train(&model, &vars, &text, options, &device)?;
-    print_reach(&model, &text, options.length, &device)?;
-    print_sample(&model, &prompt, options, &device)?;
     if let Some(out) = &options.out {
         save(&config, &vars, out)?;
     }
-    Ok(())
+    print_reach(&model, &text, options.length, &device)?;
+    print_sample(&model, &prompt, options, &device)
 }
 
 /// What this run is about, before it starts.
@@ -318,8 +317,8 @@ fn print_reach(model: &Llama, text: &Text, length: usize, device: &Device) -> Re
         let ratio = long / short;
         let verdict = match ratio {
             r if r < 0.99 => "longer contexts helped",
-            r if r > 1.01 => "longer contexts got worse",
-            _ => "longer contexts neither helped nor got worse",
+            r if r <= 1.01 => "longer contexts neither helped nor got worse",
+            _ => "longer contexts got worse",
         };
         println!(
             "Perplexity at {reach}× the training length is {ratio:.3} times that at 1×: {verdict}."
@@ -334,12 +333,14 @@ fn print_sample(model: &Llama, prompt: &[u8], options: &Options, device: &Device
     let count = options.length - prompt.len();
     let written = write_on(model, prompt, count, TEMPERATURE, &mut rng, device)?;
     println!("\nSample of {count} bytes at temperature {TEMPERATURE}, with a key/value cache, after the prompt in ⟨⟩:");
-    println!(
-        "⟨{}⟩{}",
-        String::from_utf8_lossy(prompt),
-        String::from_utf8_lossy(&written)
-    );
+    println!("⟨{}⟩{}", printable(prompt), printable(&written));
     Ok(())
+}
+
+/// Bytes as text that leaves a terminal as it was.
+fn printable(bytes: &[u8]) -> String {
+    let shown = |c: char| c == '\n' || !c.is_control();
+    String::from_utf8_lossy(bytes).replace(|c| !shown(c), "\u{fffd}")
 }
 
 fn save(config: &LlamaConfig, vars: &SeededVars, folder: &Path) -> Result<()> {
@@ -348,7 +349,7 @@ fn save(config: &LlamaConfig, vars: &SeededVars, folder: &Path) -> Result<()> {
     std::fs::write(&path, json + "\n").map_err(|e| about(&path, e))?;
     let path = folder.join("model.safetensors");
     vars.save(&path)?;
-    println!("\nSaved to {}", folder.display());
+    println!("saved      {}", folder.display());
     Ok(())
 }
 
@@ -384,6 +385,21 @@ mod tests {
         let config = model_config(&options(&["--toy", "--layers", "3"]))?;
         assert_eq!((config.num_hidden_layers, config.hidden_size), (3, 32));
         Ok(())
+    }
+
+    #[test]
+    fn run_learning_rate_too_high_stops_and_names_the_step() {
+        let error = run(&options(&["--toy", "--lr", "1e30"])).unwrap_err();
+        let told = message(&error);
+        assert!(
+            told.contains(" at step 2") && told.contains("--lr"),
+            "{told}"
+        );
+    }
+
+    #[test]
+    fn printable_control_characters_and_broken_text_replaced() {
+        assert_eq!(printable(b"a\x1b[\xffb\n"), "a\u{fffd}[\u{fffd}b\n");
     }
 
     #[test]
