@@ -263,14 +263,8 @@ impl<T: Element, F: Sync> Context<'_, T, F> {
                 for (i, (delta, grad)) in delta.iter_mut().zip(grad.chunks(v_width)).enumerate() {
                     if positions[i] >= 0 {
                         *delta = match &self.job.out {
-                            Output::Rounded(out) => {
-                                let out = out.head(batch, head);
-                                dot(grad, |c| out.at(start + i, c), widths.value)
-                            }
-                            Output::Exact(out) => {
-                                let out = out.head(batch, head);
-                                dot(grad, |c| out.at(start + i, c), widths.value)
-                            }
+                            Output::Rounded(out) => out.head(batch, head).dot(start + i, grad),
+                            Output::Exact(out) => out.head(batch, head).dot(start + i, grad),
                         };
                     }
                 }
@@ -430,12 +424,6 @@ fn round<'a, T: Element>(from: impl Iterator<Item = &'a T::Acc>, to: &mut [T]) {
     for (to, x) in to.iter_mut().zip(from) {
         *to = T::from_acc(*x);
     }
-}
-
-/// Σ a · b over `len` columns, in f64.
-fn dot<S: Real>(a: &[S], b: impl Fn(usize) -> S, len: usize) -> S {
-    let products = a[..len].iter().enumerate();
-    S::from_f64(products.map(|(c, a)| a.to_f64() * b(c).to_f64()).sum())
 }
 
 /// One tile: scores and weights anew, then their part of each gradient.

@@ -3,6 +3,7 @@
 
 use super::lanes::Real;
 use super::{Element, View};
+use candle_core::WithDType;
 use std::ops::Range;
 
 /// Memory that starts on a cache line, so that no vector straddles two.
@@ -120,18 +121,66 @@ impl<T: Element> Head<'_, T> {
         if positions.len() < stride {
             to[..self.width * stride].fill(zero);
         }
-        for (j, position) in positions.iter().enumerate() {
-            let to = to[j..].iter_mut().step_by(stride).take(self.width);
-            if *position < 0 {
-                to.for_each(|to| *to = zero);
+        let mut j = 0;
+        while let Some(position) = positions.get(j) {
+            // Four tokens at a time: four neighbours in each row of `to`.
+            let four = positions.get(j..j + 4);
+            if let (Some(rows), true) = (
+                self.four_rows(start + j),
+                four.is_some_and(|four| four.iter().all(|p| *p >= 0)),
+            ) {
+                let [a, b, c, d] = rows.map(|row| row.iter());
+                let columns = to.chunks_mut(stride).zip(a).zip(b).zip(c).zip(d);
+                for ((((to, a), b), c), d) in columns {
+                    to[j..j + 4].copy_from_slice(&[a, b, c, d].map(|x| x.to_acc()));
+                }
+                j += 4;
                 continue;
             }
-            match self.row(start + j) {
-                Some(row) => to.zip(row).for_each(|(to, x)| *to = x.to_acc()),
-                None => to
-                    .enumerate()
-                    .for_each(|(column, to)| *to = self.at(start + j, column)),
+            let columns = to[j..].iter_mut().step_by(stride).take(self.width);
+            for (column, to) in columns.enumerate() {
+                *to = match *position < 0 {
+                    true => zero,
+                    false => self.at(start + j, column),
+                };
+            }
+            j += 1;
+        }
+    }
+
+    /// The elements of four tokens, where a token's elements are neighbours and there are so many.
+    #[inline(always)]
+    fn four_rows(&self, token: usize) -> Option<[&[T]; 4]> {
+        let row = |i: usize| {
+            let start = (token + i) * self.token_stride;
+            self.data.get(start..start + self.width)
+        };
+        match (self.column_stride, row(0), row(1), row(2), row(3)) {
+            (1, Some(a), Some(b), Some(c), Some(d)) => Some([a, b, c, d]),
+            _ => None,
+        }
+    }
+
+    /// Σ of the products of one token's elements with `with`, in f64.
+    pub fn dot(&self, token: usize, with: &[T::Acc]) -> T::Acc {
+        // Several sums at a time, since each must wait for its last addition.
+        const SUMS: usize = 8;
+        let mut sums = [0f64; SUMS];
+        let mut add = |column: usize, x: T::Acc, y: T::Acc| {
+            sums[column % SUMS] += x.to_f64() * y.to_f64();
+        };
+        match self.row(token) {
+            Some(row) => {
+                for (column, (x, y)) in row.iter().zip(with).enumerate() {
+                    add(column, x.to_acc(), *y);
+                }
+            }
+            None => {
+                for (column, y) in with[..self.width].iter().enumerate() {
+                    add(column, self.at(token, column), *y);
+                }
             }
         }
+        T::Acc::from_f64(sums.iter().sum())
     }
 }
