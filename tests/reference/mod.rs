@@ -118,7 +118,9 @@ impl Inputs {
                 })
                 .collect()
         };
-        let (q, k): (&dyn Fn(usize, f64) -> f64, &dyn Fn(usize, f64) -> f64) = match fill {
+        /// An element's value, from its column and a standard normal.
+        type Value<'a> = &'a dyn Fn(usize, f64) -> f64;
+        let (q, k): (Value, Value) = match fill {
             Fill::Normal => (&|_, x| x, &|_, x| x),
             Fill::Correlated => (&|c, x| 2. + (c % 3) as f64 + 0.01 * x, &|c, x| {
                 2. - (c % 2) as f64 + 0.01 * x
@@ -466,9 +468,9 @@ impl Call {
                     let (mut towards, mut masses) = (Vec::new(), Vec::new());
                     for &j in &seen {
                         let (mut sum, mut mass) = (0., 0.);
-                        for c in 0..e {
-                            sum = r(sum + r(grad[c] * value(j, c)));
-                            mass += (grad[c] * value(j, c)).abs();
+                        for (c, grad) in grad.iter().enumerate() {
+                            sum = r(sum + r(grad * value(j, c)));
+                            mass += (grad * value(j, c)).abs();
                         }
                         towards.push(sum);
                         masses.push(mass);
@@ -478,12 +480,12 @@ impl Call {
                     let mean_mass: f64 = weights.iter().zip(&masses).map(|(w, x)| w * x).sum();
                     for (at, (&j, pair)) in seen.iter().zip(&pairs).enumerate() {
                         let weight = weights[at];
-                        for c in 0..e {
+                        for (c, grad) in grad.iter().enumerate() {
                             let dv = key(j) * e + c;
-                            result.dv.value[dv] = r(result.dv.value[dv] + r(weight * grad[c]));
+                            result.dv.value[dv] = r(result.dv.value[dv] + r(weight * grad));
                             result.dv.mass[dv] +=
-                                condition * weight * grad[c].abs() + f64::MIN_POSITIVE;
-                            result.dv.reach[dv] += grad[c].abs();
+                                condition * weight * grad.abs() + f64::MIN_POSITIVE;
+                            result.dv.reach[dv] += grad.abs();
                         }
                         let ds = stored(r(weight * r(towards[at] - mean)));
                         let ds_reach = masses[at] + mean_mass;
