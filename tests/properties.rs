@@ -158,6 +158,78 @@ fn case() -> impl Strategy<Value = Case> {
         })
 }
 
+/// Runs of consecutive positions, as padded rows and packed documents have them, with the run of each token.
+fn runs(len: usize) -> impl Strategy<Value = (Vec<i64>, Vec<i64>)> {
+    let starts = prop_oneof![
+        3 => Just(Some(0i64)),
+        2 => (0i64..300).prop_map(Some),
+        1 => Just(None),
+    ];
+    vec((1usize..200, starts), 1..6).prop_map(move |runs| {
+        let tokens = runs.iter().enumerate().flat_map(|(run, (len, start))| {
+            (0..*len as i64).map(move |i| (start.map_or(-1, |start| start + i), run as i64))
+        });
+        // What is left over belongs to one more document, from position 0 on.
+        let rest = (0..len as i64).map(|i| (i, runs.len() as i64));
+        tokens.chain(rest).take(len).unzip()
+    })
+}
+
+/// Calls of several tiles, or of few queries and thousands of keys.
+fn long_case() -> impl Strategy<Value = Case> {
+    let lengths = prop_oneof![
+        2 => (1usize..220, 60usize..300),
+        1 => (1usize..4, 2000usize..4200),
+    ];
+    (
+        1usize..3,
+        1usize..3,
+        1usize..4,
+        lengths,
+        2usize..7,
+        1usize..5,
+    )
+        .prop_flat_map(|(b, g, group, (t, s), d, e)| {
+            let dims = Dims {
+                b,
+                h: g * group,
+                g,
+                t,
+                s,
+                d,
+                e,
+            };
+            let rows = move |len| vec(runs(len), b);
+            (
+                score(dims),
+                any::<bool>(),
+                option::weighted(0.5, 1usize..150),
+                option::weighted(0.7, (rows(t), rows(s), any::<bool>())),
+                [storage(), storage(), storage()],
+                any::<u64>(),
+            )
+                .prop_map(move |(score, causal, window, places, storages, seed)| {
+                    let mut call = Call {
+                        causal,
+                        window,
+                        ..Call::new(dims).with_score(score)
+                    };
+                    if let Some((q, k, segmented)) = places {
+                        let ((q, q_runs), (k, k_runs)): ((Rows, Rows), (Rows, Rows)) =
+                            (q.into_iter().unzip(), k.into_iter().unzip());
+                        call = call.with_positions(q, k);
+                        call.segments = segmented.then_some((q_runs, k_runs));
+                    }
+                    Case {
+                        call,
+                        fill: Fill::Normal,
+                        seed,
+                        storages,
+                    }
+                })
+        })
+}
+
 fn config(cases: u32) -> ProptestConfig {
     ProptestConfig {
         cases,
@@ -406,8 +478,8 @@ proptest! {
                 let (call, part) = with_queries(&case.call, &inputs, queries);
                 let run = run_f64(&call, &part, backend)?;
                 let own = |x: &Summed, width: usize| Summed {
-                    value: Vec::new(),
                     mass: pick(&x.mass, t, width, queries),
+                    ..Summed::default()
                 };
                 same("out", &run.out, &pick(&whole.out, t, e, queries), &own(&exact.out, e))?;
                 same("lse", &run.lse, &pick(&whole.lse, t, 1, queries), &own(&exact.lse, 1))?;
@@ -533,5 +605,15 @@ proptest! {
             let all: f64 = 1. + inputs.grad.iter().map(|x| x.abs()).sum::<f64>();
             prop_assert!((received - handed_on).abs() < 1e-13 * all, "{received} {handed_on}");
         }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { max_shrink_iters: 64, ..config(40) })]
+
+    #[test]
+    fn any_call_of_several_tiles_equals_reference(case in long_case()) {
+        holds(&case, DType::F32)?;
+        holds(&case, DType::F64)?;
     }
 }

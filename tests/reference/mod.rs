@@ -118,7 +118,9 @@ impl Inputs {
                 })
                 .collect()
         };
-        let (q, k): (&dyn Fn(usize, f64) -> f64, &dyn Fn(usize, f64) -> f64) = match fill {
+        /// An element's value, from its column and a standard normal.
+        type Value<'a> = &'a dyn Fn(usize, f64) -> f64;
+        let (q, k): (Value, Value) = match fill {
             Fill::Normal => (&|_, x| x, &|_, x| x),
             Fill::Correlated => (&|c, x| 2. + (c % 3) as f64 + 0.01 * x, &|c, x| {
                 2. - (c % 2) as f64 + 0.01 * x
@@ -171,6 +173,8 @@ pub fn accumulator(dtype: DType) -> DType {
 pub struct Summed {
     pub value: Vec<f64>,
     pub mass: Vec<f64>,
+    /// The mass if every weight were 1: what a weight too small for its dtype takes away with it.
+    pub reach: Vec<f64>,
 }
 
 impl Summed {
@@ -179,6 +183,7 @@ impl Summed {
         Self {
             value: vec![0.; n],
             mass: vec![0.; n],
+            reach: vec![0.; n],
         }
     }
 }
@@ -407,6 +412,7 @@ impl Call {
             lse: Summed {
                 value: vec![f64::NEG_INFINITY; batch * heads * t],
                 mass: vec![0.; batch * heads * t],
+                reach: vec![0.; batch * heads * t],
             },
             dq: Summed::zeros(dims.q()),
             dk: Summed::zeros(dims.k()),
@@ -454,15 +460,17 @@ impl Call {
                         }
                         result.out.value[query * e + c] = stored(out);
                         result.out.mass[query * e + c] = condition * mass;
+                        result.out.reach[query * e + c] =
+                            seen.iter().map(|j| value(*j, c).abs()).sum();
                     }
 
                     // With P the weights and g the gradient: dV = P^T g, dP = g V^T, dS = P (dP − Σ P dP).
                     let (mut towards, mut masses) = (Vec::new(), Vec::new());
                     for &j in &seen {
                         let (mut sum, mut mass) = (0., 0.);
-                        for c in 0..e {
-                            sum = r(sum + r(grad[c] * value(j, c)));
-                            mass += (grad[c] * value(j, c)).abs();
+                        for (c, grad) in grad.iter().enumerate() {
+                            sum = r(sum + r(grad * value(j, c)));
+                            mass += (grad * value(j, c)).abs();
                         }
                         towards.push(sum);
                         masses.push(mass);
@@ -472,15 +480,16 @@ impl Call {
                     let mean_mass: f64 = weights.iter().zip(&masses).map(|(w, x)| w * x).sum();
                     for (at, (&j, pair)) in seen.iter().zip(&pairs).enumerate() {
                         let weight = weights[at];
-                        for c in 0..e {
+                        for (c, grad) in grad.iter().enumerate() {
                             let dv = key(j) * e + c;
-                            result.dv.value[dv] = r(result.dv.value[dv] + r(weight * grad[c]));
+                            result.dv.value[dv] = r(result.dv.value[dv] + r(weight * grad));
                             result.dv.mass[dv] +=
-                                condition * weight * grad[c].abs() + f64::MIN_POSITIVE;
+                                condition * weight * grad.abs() + f64::MIN_POSITIVE;
+                            result.dv.reach[dv] += grad.abs();
                         }
                         let ds = stored(r(weight * r(towards[at] - mean)));
-                        let ds_mass =
-                            weight * (masses[at] + mean_mass) * (condition + pair.angle_mass);
+                        let ds_reach = masses[at] + mean_mass;
+                        let ds_mass = weight * ds_reach * (condition + pair.angle_mass);
                         for c in 0..d {
                             let (slope, slope_mass) = if c < amp_dim {
                                 (pair.first, pair.first_mass)
@@ -493,9 +502,11 @@ impl Call {
                             result.dq.value[dq] = r(result.dq.value[dq] + r(step * k));
                             result.dq.mass[dq] +=
                                 ds_mass * slope_mass * k.abs() + f64::MIN_POSITIVE;
+                            result.dq.reach[dq] += ds_reach * slope_mass * k.abs();
                             result.dk.value[dk] = r(result.dk.value[dk] + r(step * q));
                             result.dk.mass[dk] +=
                                 ds_mass * slope_mass * q.abs() + f64::MIN_POSITIVE;
+                            result.dk.reach[dk] += ds_reach * slope_mass * q.abs();
                         }
                     }
                 }
@@ -651,6 +662,12 @@ pub fn compare(
         "lse" => unit,
         _ => unit_roundoff(dtype),
     };
+    // Weights below the accumulator's normal numbers may be 0.
+    let underflow = 2.
+        * match accumulator(dtype) {
+            DType::F64 => f64::MIN_POSITIVE,
+            _ => f64::from(f32::MIN_POSITIVE),
+        };
     let smallest = match (name, dtype) {
         ("lse", _) => 0.,
         (_, DType::F64) => f64::MIN_POSITIVE,
@@ -666,7 +683,11 @@ pub fn compare(
         let bound = if mass == 0. {
             0.
         } else {
-            2. * plain_error + FLOOR * unit * mass + 2. * stored * want.abs() + smallest
+            2. * plain_error
+                + FLOOR * unit * mass
+                + 2. * stored * want.abs()
+                + underflow * exact.reach[i]
+                + smallest
         };
         let right = got == want || (got - want).abs() <= bound;
         if !right {
