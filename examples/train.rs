@@ -100,7 +100,7 @@ struct Options {
     #[arg(
         long,
         value_name = "N",
-        default_value_t = 800,
+        default_value_t = 700,
         default_value_if("toy", "true", "40")
     )]
     steps: usize,
