@@ -630,7 +630,8 @@ fn gradients_survive_a_truncate_where_only_queries_are_tracked() -> Result<()> {
 #[test]
 fn next_positions_follow_each_row() -> Result<()> {
     let model = frozen(&config(EncodingConfig::Nope), DType::F32, BACKENDS[0])?;
-    let read = |positions: Positions| -> Result<(Vec<Vec<i64>>, Option<Vec<Vec<i64>>>)> {
+    type Rows = Vec<Vec<i64>>;
+    let read = |positions: Positions| -> Result<(Rows, Option<Rows>)> {
         match positions {
             Positions::Explicit { pos, segment } => {
                 Ok((pos.to_vec2()?, segment.map(|s| s.to_vec2()).transpose()?))

@@ -1,6 +1,9 @@
 //! What people use in candle today, timed beside ours: attention from tensor operations as the model files write
 //! it, and candle-nn's CPU flash attention (which has no backward pass).
 
+// Each bench compiles this module for itself and uses a part of it.
+#![allow(dead_code)]
+
 use candle_core::{DType, Result, Tensor, D};
 use candle_nn::attention::{flash_attn, AttnMask};
 

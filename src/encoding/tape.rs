@@ -195,6 +195,24 @@ impl Tape {
         Ok(self.updates.get(layer))
     }
 
+    /// The real and imaginary parts of a layer's state.
+    fn parts<'a>(&self, state: &'a PosState) -> Result<&'a Rotation> {
+        let Some(rotation) = &state.rotation else {
+            bail!("tape: the state has no rotation; it must come from Tape::begin")
+        };
+        let Rotation { cos, sin } = rotation;
+        let (heads, pairs) = (self.dims.kv_heads, self.dims.head_dim / 2);
+        let fits = matches!(cos.dims(), [_, g, _, p] if (*g, *p) == (heads, pairs));
+        if !fits || sin.dims() != cos.dims() {
+            bail!(
+                "tape: a state must be (B, {heads}, T, {pairs}), got real parts {:?} and imaginary parts {:?}",
+                cos.dims(),
+                sin.dims()
+            )
+        }
+        Ok(rotation)
+    }
+
     /// Draws how far training moves all tokens of a call.
     fn draw_shift(&self, len: usize, ctx: &mut Ctx) -> Option<i64> {
         let max = self.dims.max_positions;
@@ -237,7 +255,7 @@ impl Encoding for Tape {
     }
 
     fn encode(&self, layer: usize, qkv: Qkv, state: &PosState) -> Result<Qkv> {
-        let rotation = rotation_of(state)?;
+        let rotation = self.parts(state)?;
         let Qkv { q, k, v } = qkv;
         let averaged = self
             .update_after(layer)?
@@ -265,7 +283,7 @@ impl Encoding for Tape {
         if attention.is_none() && token.is_none() {
             return Ok(state);
         }
-        let Rotation { cos, sin } = rotation_of(&state)?;
+        let Rotation { cos, sin } = self.parts(&state)?;
         let (b, g, t, pairs) = cos.dims4()?;
         let (mut re, mut im) = (cos.clone(), sin.clone());
         if let Some(attention) = attention {
@@ -375,13 +393,6 @@ impl TokenUpdate {
         let up = self.up.to_dtype(dtype)?.unsqueeze(1)?; // (S,1,G)
         gate.matmul(&down.broadcast_mul(&up)?.reshape((size, g * g))?)?
             .reshape((b, t, g, g))
-    }
-}
-
-fn rotation_of(state: &PosState) -> Result<&Rotation> {
-    match &state.rotation {
-        Some(rotation) => Ok(rotation),
-        None => bail!("tape: the state has no rotation; it is made by `begin`"),
     }
 }
 

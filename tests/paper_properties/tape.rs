@@ -30,6 +30,7 @@ const GROUPED: ModelDims = ModelDims {
 /// What surrounds the encoding: a normalised attention and a feed-forward part in each layer.
 struct Stack {
     dims: ModelDims,
+    backend: Backend,
     layers: Vec<HashMap<&'static str, Tensor>>,
 }
 
@@ -61,7 +62,11 @@ impl Stack {
             Ok(weights)
         };
         let layers = (0..dims.layers).map(|_| layer()).collect::<Result<_>>()?;
-        Ok(Self { dims, layers })
+        Ok(Self {
+            dims,
+            backend: Backend::Dense,
+            layers,
+        })
     }
 
     fn to_dtype(&self, dtype: DType) -> Result<Self> {
@@ -73,6 +78,7 @@ impl Stack {
         };
         Ok(Self {
             dims: self.dims,
+            backend: self.backend,
             layers: self.layers.iter().map(convert).collect::<Result<_>>()?,
         })
     }
@@ -111,7 +117,7 @@ impl Stack {
             };
             let mut spec = AttendSpec::causal()
                 .with_score(encoding.score(i))
-                .with_backend(Backend::Dense);
+                .with_backend(self.backend);
             if k.dim(2)? == t {
                 spec = spec.with_positions(state.positions.clone(), state.positions.clone());
             }
@@ -234,15 +240,15 @@ fn tape_with_initial_weights_equals_rope_bit_for_bit() -> Result<()> {
                 };
                 let (tape, weights) = initial(&config, &dims, dtype)?;
                 assert!(!weights.all_vars().is_empty());
-                let (stack, x) = (stack.to_dtype(dtype)?, x.to_dtype(dtype)?);
+                let (mut stack, x) = (stack.to_dtype(dtype)?, x.to_dtype(dtype)?);
                 let plain = Rope::new(&rope, &dims)?;
-                let expected = stack.run(&plain, &x, first(&plain, &x)?)?.out;
-                let found = stack.run(&tape, &x, first(&tape, &x)?)?.out;
-                assert_eq!(
-                    max_difference(&found, &expected)?,
-                    0.,
-                    "{dtype:?} {mixing:?}"
-                );
+                for backend in [Backend::Dense, Backend::Fused] {
+                    stack.backend = backend;
+                    let expected = stack.run(&plain, &x, first(&plain, &x)?)?.out;
+                    let found = stack.run(&tape, &x, first(&tape, &x)?)?.out;
+                    let difference = max_difference(&found, &expected)?;
+                    assert_eq!(difference, 0., "{dtype:?} {mixing:?} {backend:?}");
+                }
             }
         }
     }
@@ -447,7 +453,11 @@ fn ungrouped(stack: &Stack, weights: &VarMap) -> Result<(Stack, Tape)> {
         ..config()
     };
     let vb = VarBuilder::from_tensors(tensors, DType::F64, &Device::Cpu);
-    let stack = Stack { dims: DIMS, layers };
+    let stack = Stack {
+        dims: DIMS,
+        backend: stack.backend,
+        layers,
+    };
     Ok((stack, Tape::new(&config, &DIMS, vb)?))
 }
 
@@ -665,7 +675,8 @@ fn tape_reads_a_published_matrix_as_its_row_sums_and_trains_it() -> Result<()> {
 #[test]
 fn tape_states_of_padding_never_reach_real_tokens() -> Result<()> {
     let mut rng = StdRng::seed_from_u64(13);
-    let stack = Stack::new(&mut rng, GROUPED)?;
+    let mut stack = Stack::new(&mut rng, GROUPED)?;
+    stack.backend = Backend::Fused;
     let (tape, weights) = trained(&mut rng, &config(), &GROUPED)?;
     let short = normal(&mut rng, &[1, 5, 24])?;
     let full = normal(&mut rng, &[1, 8, 24])?;
@@ -898,6 +909,12 @@ fn tape_with_misfitting_tensors_is_an_error_that_names_their_shapes() -> Result<
     assert!(message(Some(&carried), &m).contains("[1, 4, 5, 6]"));
     let carried = normal(&mut rng, &[1, 4, 5, 8])?;
     assert!(message(Some(&carried), &normal(&mut rng, &[1, 5, 23])?).contains("[1, 5, 23]"));
+    let plain = Rope::new(&RopeConfig::default(), &GROUPED)?;
+    let of_rope = first(&plain, &x)?;
+    match tape.update(0, of_rope, Some(&carried), &m) {
+        Ok(_) => panic!("accepted"),
+        Err(error) => assert!(error.to_string().contains("[1, 1, 5, 4]"), "{error}"),
+    }
     assert!(tape.update(3, state.clone(), Some(&carried), &m).is_err());
     assert!(tape
         .begin(&x, &Positions::first(4), &mut Ctx::default())

@@ -14,7 +14,7 @@ use candle_posenc::{
 use serde_json::json;
 
 /// The paths that every test of values runs on.
-pub const BACKENDS: [Backend; 1] = [Backend::Dense];
+pub const BACKENDS: [Backend; 2] = [Backend::Dense, Backend::Fused];
 
 /// Token ids of the toys; the last one is free for a test to poison.
 pub const VOCAB: usize = 23;

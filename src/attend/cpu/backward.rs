@@ -115,9 +115,9 @@ where
     {
         let (mut dk, mut dv, mut dq) = (&mut dk[..], &mut dv[..], &mut dq[..]);
         let mut others = others.iter_mut();
-        for batch in 0..b {
+        for (batch, ranges) in ranges.iter().enumerate() {
             for kv_head in 0..g {
-                for (i, range) in ranges[batch].iter().enumerate() {
+                for (i, range) in ranges.iter().enumerate() {
                     let first = range.blocks.start * KEY_BLOCK;
                     let keys = (range.blocks.end * KEY_BLOCK).min(s) - first;
                     let (dq, tokens) = match i {
@@ -153,7 +153,7 @@ where
                 for (head, part) in part.chunks_exact(len.max(1)).enumerate() {
                     let row = (batch * h + kv_head * group + head) * t + range.tokens.start;
                     for (sum, x) in dq[row * width..][..len].iter_mut().zip(part) {
-                        *sum = *sum + *x;
+                        *sum += *x;
                     }
                 }
             }
@@ -203,7 +203,7 @@ impl<T: Element, F: Sync> Context<'_, T, F> {
             .map(|k| {
                 let sees = |q: &usize| queries[*q].sight(k, self.job.call) != Sight::None;
                 let seeing = || (0..queries.len()).filter(sees);
-                (seeing().count(), seeing().next().zip(seeing().last()))
+                (seeing().count(), seeing().next().zip(seeing().next_back()))
             })
             .collect();
         let total: usize = seen.iter().map(|(count, _)| count).sum();
@@ -405,7 +405,7 @@ impl<T: Element, F: Sync> Context<'_, T, F> {
         let (widths, scale) = (&self.widths, T::Acc::from_f64(scale(self.job.call)));
         for row in dq.chunks_exact_mut(widths.score_padded()) {
             for x in &mut row[..widths.dot] {
-                *x = *x * scale;
+                *x *= scale;
             }
         }
         if widths.score() == widths.score_padded() {

@@ -701,10 +701,10 @@ fn merge<S: Real>(parts: &[Averages<S>], width: usize) -> Averages<S> {
         let mut values = vec![S::ZERO; width];
         for part in parts {
             let weight = (part.greatest[row] - shift).exp();
-            sum = sum + weight * part.sums[row];
+            sum += weight * part.sums[row];
             let of_part = &part.values[row * width..][..width];
             for (value, x) in values.iter_mut().zip(of_part) {
-                *value = *value + weight * *x;
+                *value += weight * *x;
             }
         }
         merged.sums.push(sum);

@@ -124,29 +124,27 @@ mod polynomial {
     /// Below this e^x is given as 0: ln 2^−126, the smallest normal number.
     pub const EXP_LIMIT: f32 = -87.33654;
 
-    /// Factors p and n of e^x = p · 2^n, relative error of p below 1.6e-7. Minimax on |fraction| ≤ ½, degree 5.
+    /// Factors p and n of e^x = p · 2^n, relative error below 1e-7. Minimax on |r| ≤ ½ ln 2, degree 6.
     #[inline(always)]
     pub fn exp<L: Lanes<Scalar = f32>>(
         lanes: L,
         round: impl Fn(L::Vector) -> L::Vector,
         x: L::Vector,
     ) -> (L::Vector, L::Vector) {
-        let log2_e = lanes.splat(std::f32::consts::LOG2_E);
-        let n = round(lanes.mul(x, log2_e));
-        let fraction = lanes.mul_add(x, log2_e, lanes.sub(lanes.splat(0.), n));
-        let p = horner(
-            lanes,
-            fraction,
-            [
-                1.,
-                0.693_147,
-                0.240_222_42,
-                0.055_507_336,
-                0.009_671_507,
-                0.001_326_473_4,
-            ],
-        );
-        (p, n)
+        let n = round(lanes.mul(x, lanes.splat(std::f32::consts::LOG2_E)));
+        // ln 2 in two parts, of which n times the first is exact.
+        let r = lanes.mul_add(n, lanes.splat(-0.693_359_4), x);
+        let r = lanes.mul_add(n, lanes.splat(2.121_944_4e-4), r);
+        let coefficients = [
+            1.,
+            1.000_000_1,
+            0.5,
+            0.166_663_24,
+            0.041_666_24,
+            0.008_381_158,
+            0.001_394_864_2,
+        ];
+        (horner(lanes, r, coefficients), n)
     }
 
     /// sin(2πq) for |q| ≤ ¼, absolute error below 1.7e-7. Minimax, degree 9.
@@ -155,7 +153,14 @@ mod polynomial {
         let p = horner(
             lanes,
             lanes.mul(q, q),
-            [6.283_185, -41.341_656, 81.601_006, -76.549_79, 39.536_766],
+            [
+                // One step below 2π suits the other coefficients better.
+                std::f32::consts::TAU.next_down(),
+                -41.341_656,
+                81.601_006,
+                -76.549_79,
+                39.536_766,
+            ],
         );
         lanes.mul(p, q)
     }
@@ -204,7 +209,8 @@ macro_rules! portable {
             const WIDTH: usize = $width;
             const PANEL: usize = 2;
 
-            #[inline(always)]
+            // Inlined wherever it is used, a product would be most of the library.
+            #[inline(never)]
             fn run<W: Work<Self>>(self, work: W) -> W::Output {
                 work.run(self)
             }
@@ -334,7 +340,8 @@ portable!(
         let (wh, xh) = (high(w), high(x));
         let (wl, xl) = (w - wh, x - xh);
         let lost = ((wh * xh - turns) + wh * xl + wl * xh) + wl * xl;
-        turns - turns.round_ties_even() + lost
+        let r = turns - turns.round_ties_even() + lost;
+        r - r.round_ties_even()
     },
     |_: PortableF64, r: [f64; 2]| {
         let angle = r.map(|r| r * std::f64::consts::TAU);
@@ -454,7 +461,9 @@ pub(super) mod x86 {
         fn fraction(self, w: __m512, x: __m512) -> __m512 {
             const NEAREST: i32 = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
             let whole = intrinsic!(_mm512_roundscale_ps::<NEAREST>(self.mul(w, x)));
-            intrinsic!(_mm512_fmsub_ps(w, x, whole))
+            let r = intrinsic!(_mm512_fmsub_ps(w, x, whole));
+            // The product was rounded to find `whole`, which may be off by many where turns are millions.
+            self.sub(r, intrinsic!(_mm512_roundscale_ps::<NEAREST>(r)))
         }
 
         #[inline(always)]
@@ -502,7 +511,7 @@ pub(super) mod x86 {
 
         /// ¼ − |r|
         #[inline(always)]
-        fn from_quarter(self, r: __m256) -> __m256 {
+        fn quarter_minus(self, r: __m256) -> __m256 {
             let magnitude = intrinsic!(_mm256_andnot_ps(_mm256_set1_ps(-0.), r));
             self.sub(self.splat(0.25), magnitude)
         }
@@ -601,21 +610,179 @@ pub(super) mod x86 {
         fn fraction(self, w: __m256, x: __m256) -> __m256 {
             const NEAREST: i32 = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
             let whole = intrinsic!(_mm256_round_ps::<NEAREST>(self.mul(w, x)));
-            intrinsic!(_mm256_fmsub_ps(w, x, whole))
+            let r = intrinsic!(_mm256_fmsub_ps(w, x, whole));
+            // The product was rounded to find `whole`, which may be off by many where turns are millions.
+            self.sub(r, intrinsic!(_mm256_round_ps::<NEAREST>(r)))
         }
 
         #[inline(always)]
         fn cos_turns(self, r: __m256) -> __m256 {
-            polynomial::sin_quarter(self, self.from_quarter(r))
+            polynomial::sin_quarter(self, self.quarter_minus(r))
         }
 
         #[inline(always)]
         fn cos_sin_turns(self, r: __m256) -> (__m256, __m256) {
-            let q = self.from_quarter(r);
+            let q = self.quarter_minus(r);
             let cos = polynomial::sin_quarter(self, q);
             let sin = polynomial::cos_quarter(self, q);
             // The sine is odd: its sign is r's.
             (cos, intrinsic!(_mm256_xor_ps(sin, self.sign(r))))
         }
+    }
+}
+
+/// Does `job` on all lanes of f32 that this machine has.
+#[cfg(test)]
+pub(super) fn on_all_lanes<J: Job<f32> + Copy>(job: J) {
+    job.run(PortableF32);
+    #[cfg(target_arch = "x86_64")]
+    {
+        x86::Avx2::detect().map(|lanes| job.run(lanes));
+        x86::Avx512::detect().map(|lanes| job.run(lanes));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use candle_core::WithDType;
+
+    /// `f` of one number, asserting that all lanes agree.
+    fn one<L: Lanes>(lanes: L, x: L::Scalar, f: impl Fn(L::Vector) -> L::Vector) -> L::Scalar {
+        let mut all = vec![L::Scalar::ZERO; L::WIDTH];
+        lanes.store(f(lanes.splat(x)), &mut all);
+        let bits = |x: &L::Scalar| x.to_f64().to_bits();
+        assert!(all.iter().all(|x| bits(x) == bits(&all[0])), "{}", L::NAME);
+        all[0]
+    }
+
+    #[derive(Clone, Copy)]
+    struct Exp;
+    impl Job<f32> for Exp {
+        type Output = ();
+        fn run<L: Lanes<Scalar = f32>>(self, lanes: L) {
+            let exp = |x: f32| one(lanes, x, |x| lanes.exp(x));
+            for i in -870_000..20_000 {
+                let x = i as f32 * 1e-4;
+                let (y, exact) = (f64::from(exp(x)), f64::from(x).exp());
+                assert!((y / exact - 1.).abs() <= 2e-7, "{} e^{x}: {y}", L::NAME);
+            }
+            assert_eq!(exp(0.), 1.);
+            assert!(exp(-87.3).is_normal());
+            // Subnormal results are flushed to 0.
+            for x in [-87.34, -90., -103., -1e5, -3e38, f32::NEG_INFINITY] {
+                assert_eq!(exp(x), 0., "{} e^{x}", L::NAME);
+            }
+            assert!(exp(f32::NAN).is_nan());
+        }
+    }
+
+    #[test]
+    fn exp_over_its_range_is_accurate() {
+        on_all_lanes(Exp);
+    }
+
+    #[derive(Clone, Copy)]
+    struct Turns;
+    impl Job<f32> for Turns {
+        type Output = ();
+        fn run<L: Lanes<Scalar = f32>>(self, lanes: L) {
+            for i in -50_000..=50_000 {
+                let r = i as f32 * 1e-5;
+                let (sin, cos) = (f64::from(r) * std::f64::consts::TAU).sin_cos();
+                let near = |x: f32, exact: f64| (f64::from(x) - exact).abs() <= 2e-7;
+                let name = L::NAME;
+                assert!(
+                    near(one(lanes, r, |r| lanes.cos_turns(r)), cos),
+                    "{name} cos {r}"
+                );
+                assert!(
+                    near(one(lanes, r, |r| lanes.cos_sin_turns(r).0), cos),
+                    "{name} cos {r}"
+                );
+                assert!(
+                    near(one(lanes, r, |r| lanes.cos_sin_turns(r).1), sin),
+                    "{name} sin {r}"
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn cos_sin_of_turns_are_accurate() {
+        on_all_lanes(Turns);
+    }
+
+    #[derive(Clone, Copy)]
+    struct Fraction;
+    impl Job<f32> for Fraction {
+        type Output = ();
+        fn run<L: Lanes<Scalar = f32>>(self, lanes: L) {
+            for i in 0..40_000 {
+                let w = 1. + (i % 97) as f32 * 0.031_7;
+                // Up to 3e4 turns, and up to 3e10.
+                let x = (i as f32 - 2e4) * if i % 2 == 0 { 0.713_1 } else { 713_141.3 };
+                let r = f64::from(one(lanes, x, |x| lanes.fraction(lanes.splat(w), x)));
+                let off = f64::from(w) * f64::from(x) - r;
+                assert!(r.abs() <= 0.5, "{} {w} {x}: {r}", L::NAME);
+                // One rounding of a number up to ½.
+                assert!(
+                    (off - off.round()).abs() <= 3e-8,
+                    "{} {w} {x}: {r}",
+                    L::NAME
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn fraction_of_many_turns_is_rounded_once() {
+        on_all_lanes(Fraction);
+    }
+
+    #[derive(Clone, Copy)]
+    struct Comparison;
+    impl Job<f32> for Comparison {
+        type Output = ();
+        fn run<L: Lanes<Scalar = f32>>(self, lanes: L) {
+            let max = |a: f32, b: f32| one(lanes, a, |a| lanes.max(a, lanes.splat(b)));
+            assert_eq!(max(1., 2.), 2.);
+            assert_eq!(max(-1., f32::NEG_INFINITY), -1.);
+            assert_eq!(max(f32::NAN, 3.), 3.);
+            assert!(max(3., f32::NAN).is_nan());
+            let values: Vec<f32> = (0..L::WIDTH).map(|i| i as f32).collect();
+            let x = lanes.load(&values);
+            let last = (L::WIDTH - 1) as f32;
+            assert_eq!(lanes.greatest(x), last);
+            assert_eq!(lanes.sum(x), last * (last + 1.) / 2.);
+            assert!(lanes.any_greater(x, lanes.splat(last - 0.5)));
+            assert!(!lanes.any_greater(x, lanes.splat(last)));
+            assert!(!lanes.any_greater(lanes.splat(f32::NAN), lanes.splat(0.)));
+        }
+    }
+
+    #[test]
+    fn comparisons_with_nan_are_as_stated() {
+        on_all_lanes(Comparison);
+    }
+
+    #[test]
+    fn double_precision_functions_are_accurate() {
+        let lanes = PortableF64;
+        for i in -7000..100 {
+            let x = i as f64 * 0.1;
+            assert!((one(lanes, x, |x| lanes.exp(x)) / x.exp() - 1.).abs() <= 1e-15);
+        }
+        assert_eq!(one(lanes, f64::NEG_INFINITY, |x| lanes.exp(x)), 0.);
+        for i in 0..10_000 {
+            // A product that is exact in f64 tells what its rounding must not lose.
+            let (w, x) = (1. + f64::from(i % 97), f64::from(i) * 0.125 - 600.);
+            let r = one(lanes, x, |x| lanes.fraction(lanes.splat(w), x));
+            assert_eq!(r, w * x - (w * x).round_ties_even());
+        }
+        // (1 + 2^−30)² is 1 + 2^−29 + 2^−60, of which an f64 keeps but the first two.
+        let w = 1. + 2f64.powi(-30);
+        let r = one(lanes, w, |x| lanes.fraction(lanes.splat(w), x));
+        assert_eq!(r, 2f64.powi(-29) + 2f64.powi(-60));
     }
 }

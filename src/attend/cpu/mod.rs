@@ -333,3 +333,155 @@ impl<'a> Side<'a> {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::{attend_with_lse, AttendSpec, Backend, Problem, Score};
+    use super::lanes::on_all_lanes;
+    use super::*;
+    use candle_core::{Device, Tensor, Var};
+
+    const DIMS: [usize; 7] = [2, 4, 2, 130, 150, 20, 24];
+
+    /// One call in f32, and its results on the dense path in f64: output, log-sum-exp, dq, dk, dv.
+    struct Case {
+        call: Resolved,
+        inputs: [Tensor; 4],
+        expected: [Vec<f64>; 5],
+    }
+
+    fn case(spec: AttendSpec) -> Result<Case> {
+        let [b, h, g, t, s, d, e] = DIMS;
+        let normal =
+            |dims: (usize, usize, usize, usize)| Tensor::randn(0f32, 1., dims, &Device::Cpu);
+        let (q, k, v) = (
+            normal((b, h, t, d))?,
+            normal((b, g, s, d))?,
+            normal((b, g, s, e))?,
+        );
+        let grad = normal((b, h, t, e))?;
+        let call = Problem::of(&q, &k, &v)?.resolve(&spec)?;
+        let double = |x: &Tensor| Var::from_tensor(&x.to_dtype(DType::F64)?);
+        let (dq, dk, dv) = (double(&q)?, double(&k)?, double(&v)?);
+        let dense = attend_with_lse(&dq, &dk, &dv, &spec.with_backend(Backend::Dense))?;
+        let loss = (&dense.out * grad.to_dtype(DType::F64)?)?.sum_all()?;
+        let grads = loss.backward()?;
+        let flat = |x: &Tensor| x.flatten_all()?.to_vec1::<f64>();
+        let gradient = |x: &Var| grads.get(x).map_or(Ok(Vec::new()), flat);
+        Ok(Case {
+            expected: [
+                flat(&dense.out)?,
+                flat(&dense.lse)?,
+                gradient(&dq)?,
+                gradient(&dk)?,
+                gradient(&dv)?,
+            ],
+            call,
+            inputs: [q, k, v, grad],
+        })
+    }
+
+    #[derive(Clone, Copy)]
+    struct Compare<'a> {
+        call: &'a Resolved,
+        inputs: [View<'a, f32>; 4],
+        expected: &'a [Vec<f64>; 5],
+    }
+
+    impl Job<f32> for Compare<'_> {
+        type Output = ();
+
+        fn run<L: Lanes<Scalar = f32>>(self, lanes: L) {
+            let [q, k, v, grad] = self.inputs;
+            let call = self.call;
+            let forward = ForwardJob {
+                call,
+                q,
+                k,
+                v,
+                save: true,
+            };
+            let forward = forward.run(lanes);
+            let [b, h, _, t, _, _, e] = DIMS;
+            let out = View {
+                data: &forward.out[..],
+                dims: [b, h, t, e],
+                strides: [h * t * e, t * e, e, 1],
+            };
+            let backward = BackwardJob {
+                call,
+                q,
+                k,
+                v,
+                grad,
+                out: Output::Rounded(out),
+                rows: &forward.rows,
+            };
+            let gradients = backward.run(lanes);
+            let rows = forward.rows.greatest.iter().zip(&forward.rows.log_sum);
+            let lse: Vec<f32> = rows.map(|(greatest, log_sum)| greatest + log_sum).collect();
+            let results = [
+                &forward.out,
+                &lse,
+                &gradients.dq,
+                &gradients.dk,
+                &gradients.dv,
+            ];
+            for (i, (result, expected)) in results.into_iter().zip(self.expected).enumerate() {
+                assert_eq!(result.len(), expected.len());
+                let greatest = expected.iter().fold(0f64, |a, b| a.max(b.abs()));
+                for (x, expected) in result.iter().zip(expected) {
+                    let error = (f64::from(*x) - expected).abs();
+                    assert!(
+                        error <= 2e-5 * greatest,
+                        "{} result {i}: {x}, {expected}",
+                        L::NAME
+                    );
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn kernels_on_every_instruction_set_equal_dense() -> Result<()> {
+        let scores = [
+            Score::Dot,
+            Score::LinearBias {
+                slopes: [0.5, 0.25, 0.1, 0.].into(),
+            },
+            Score::Phase {
+                amp_dim: 9,
+                alpha: 0.1,
+                phase_scale: None,
+            },
+        ];
+        for score in scores {
+            for window in [None, Some(40)] {
+                let spec = AttendSpec {
+                    window,
+                    ..AttendSpec::causal().with_score(score.clone())
+                };
+                let Case {
+                    call,
+                    inputs,
+                    expected,
+                } = case(spec)?;
+                let host = inputs
+                    .iter()
+                    .map(|x| Ok((x.flatten_all()?.to_vec1::<f32>()?, x.layout().clone())))
+                    .collect::<Result<Vec<_>>>()?;
+                let [Ok(q), Ok(k), Ok(v), Ok(grad)] =
+                    [0, 1, 2, 3].map(|i: usize| View::new(&host[i].0, &host[i].1))
+                else {
+                    bail!("the inputs have rank 4")
+                };
+                on_all_lanes(Compare {
+                    call: &call,
+                    inputs: [q, k, v, grad],
+                    expected: &expected,
+                });
+            }
+        }
+        Ok(())
+    }
+}

@@ -119,13 +119,6 @@ impl<S: Real> Product<'_, S> {
             let c = c.add(row * self.c_stride + column);
             let at = |i: usize, j: usize| c.add(i * self.c_stride + j * L::WIDTH);
             let mut sums = [[lanes.splat(L::Scalar::ZERO); VECTORS]; N];
-            if self.accumulate {
-                for (i, sums) in sums.iter_mut().enumerate() {
-                    for (j, sum) in sums.iter_mut().enumerate() {
-                        *sum = vector(at(i, j));
-                    }
-                }
-            }
             let mut a = self.a.data.as_ptr().wrapping_add(row * self.a.row_stride);
             let mut b = self.b.as_ptr().wrapping_add(column);
             for _ in 0..self.depth {
@@ -140,11 +133,107 @@ impl<S: Real> Product<'_, S> {
                 a = a.wrapping_add(self.a.column_stride);
                 b = b.wrapping_add(self.b_stride);
             }
+            // Added last: a long sum in short pieces rounds less.
             for (i, sums) in sums.iter().enumerate() {
                 for (j, sum) in sums.iter().enumerate() {
-                    lanes.store(*sum, std::slice::from_raw_parts_mut(at(i, j), L::WIDTH));
+                    let sum = match self.accumulate {
+                        true => lanes.add(vector(at(i, j)), *sum),
+                        false => *sum,
+                    };
+                    lanes.store(sum, std::slice::from_raw_parts_mut(at(i, j), L::WIDTH));
                 }
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::lanes::{on_all_lanes, Job};
+    use super::*;
+
+    #[derive(Clone, Copy)]
+    struct Compare;
+
+    impl Job<f32> for Compare {
+        type Output = ();
+        fn run<L: Lanes<Scalar = f32>>(self, lanes: L) {
+            for rows in [0, 1, 2, 5, 6, 7, 13] {
+                for vectors in [1, 2, 3, 4, 5, 9] {
+                    for depth in [0, 1, 7, 33] {
+                        for transposed in [false, true] {
+                            for accumulate in [false, true] {
+                                compare(lanes, [rows, vectors, depth], transposed, accumulate);
+                            }
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    fn compare<L: Lanes<Scalar = f32>>(
+        lanes: L,
+        [rows, vectors, depth]: [usize; 3],
+        transposed: bool,
+        accumulate: bool,
+    ) {
+        let columns = vectors * L::WIDTH;
+        // Small whole numbers, so that sums are exact.
+        let number = |i: usize| (i * 7919 % 13) as f32 - 6.;
+        let numbers = |len: usize| (0..len).map(number).collect::<Vec<f32>>();
+        let (a_stride, b_stride, c_stride) = (rows.max(depth) + 2, columns + 3, columns + 1);
+        let a_data = numbers(rows.max(depth) * a_stride + 1);
+        let b = numbers(depth * b_stride + columns);
+        let before = numbers(rows * c_stride + columns);
+        let (row_stride, column_stride) = if transposed {
+            (1, a_stride)
+        } else {
+            (a_stride, 1)
+        };
+        let mut c = before.clone();
+        if !accumulate {
+            // What is overwritten must not be read, what lies between the rows must stay.
+            for row in 0..rows {
+                c[row * c_stride..][..columns].fill(f32::NAN);
+            }
+        }
+        lanes.run(Product {
+            rows,
+            columns,
+            depth,
+            a: Tile {
+                data: &a_data,
+                row_stride,
+                column_stride,
+            },
+            b: &b,
+            b_stride,
+            c: &mut c,
+            c_stride,
+            accumulate,
+        });
+        let mut expected = before;
+        for row in 0..rows {
+            for column in 0..columns {
+                let products = (0..depth).map(|k| {
+                    a_data[row * row_stride + k * column_stride] * b[k * b_stride + column]
+                });
+                let sum: f32 = products.sum();
+                let c = &mut expected[row * c_stride + column];
+                *c = if accumulate { *c + sum } else { sum };
+            }
+        }
+        assert_eq!(
+            c,
+            expected,
+            "{} {rows}x{columns}x{depth} {transposed} {accumulate}",
+            L::NAME
+        );
+    }
+
+    #[test]
+    fn product_of_odd_sizes_equals_sums() {
+        on_all_lanes(Compare);
     }
 }

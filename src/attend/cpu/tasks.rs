@@ -13,19 +13,23 @@ pub(super) fn share<Task: Send, Scratch>(
     let threads = rayon::current_num_threads().min(tasks.len());
     let queue = Mutex::new(tasks.into_iter());
     let next = || queue.lock().unwrap_or_else(PoisonError::into_inner).next();
-    let work_off = |_| {
+    on_threads(threads, &|| {
         let mut scratch = scratch();
         while let Some(task) = next() {
             work(&mut scratch, task);
         }
-    };
+    });
+}
+
+/// Calls `work` once on each of so many threads. Not generic, so that rayon's part is compiled once.
+fn on_threads(threads: usize, work: &(dyn Fn() + Sync)) {
     match threads {
         0 => (),
-        1 => work_off(0),
+        1 => work(),
         _ => (0..threads)
             .into_par_iter()
             .with_max_len(1)
-            .for_each(work_off),
+            .for_each(|_| work()),
     }
 }
 

@@ -148,3 +148,116 @@ impl KeyMask<'_> {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::attend::{AttendSpec, DeviceKind, Operand, Problem};
+    use crate::positions::Positions;
+    use candle_core::{DType, Device, Result, Tensor};
+
+    const SIZE: usize = 8;
+
+    /// A call over these tokens, as queries and as keys.
+    fn call(
+        positions: &[i64],
+        segments: Option<&[i64]>,
+        causal: bool,
+        window: Option<usize>,
+    ) -> Result<Resolved> {
+        let len = positions.len();
+        let tensor = |x: &[i64]| Tensor::from_vec(x.to_vec(), (1, len), &Device::Cpu);
+        let tokens = Positions::explicit(tensor(positions)?, segments.map(tensor).transpose()?)?;
+        let operand = Operand::contiguous([1, 1, len, 4]);
+        let problem = Problem {
+            q: operand,
+            k: operand,
+            v: operand,
+            dtype: DType::F32,
+            device: DeviceKind::Cpu,
+        };
+        problem.resolve(&AttendSpec {
+            causal,
+            window,
+            ..AttendSpec::causal().with_positions(tokens.clone(), tokens)
+        })
+    }
+
+    /// Holds blocks, columns and hidden keys against the definition, pair by pair. Returns how many tiles had
+    /// no, some and all pairs visible.
+    fn check(positions: &[i64], segments: Option<&[i64]>, call: &Resolved) -> [usize; 3] {
+        let blocks = token_blocks(positions, segments, SIZE);
+        let segment = |t: usize| segments.map(|s| s[t]);
+        let sees =
+            |q: usize, k: usize| call.sees(positions[q], positions[k]) && segment(q) == segment(k);
+        let mut seen = [0; 3];
+        for q in &blocks {
+            for k in &blocks {
+                let pairs = || {
+                    q.tokens
+                        .clone()
+                        .flat_map(|i| k.tokens.clone().map(move |j| (i, j)))
+                };
+                let visible = pairs().filter(|(i, j)| sees(*i, *j)).count();
+                match q.sight(k, call) {
+                    Sight::None => {
+                        assert_eq!(visible, 0, "{q:?} {k:?}");
+                        seen[0] += 1;
+                    }
+                    Sight::Some => seen[1] += 1,
+                    Sight::All => {
+                        assert_eq!(visible, q.tokens.len() * SIZE, "{q:?} {k:?}");
+                        seen[2] += 1;
+                    }
+                }
+                let mask = KeyMask {
+                    block: k,
+                    positions: &positions[k.tokens.clone()],
+                    segments: segments.map(|s| &s[k.tokens.clone()]),
+                };
+                for i in q.tokens.clone() {
+                    let columns = mask.columns(positions[i], call);
+                    let mut row = [1; SIZE];
+                    mask.hide(&mut row, 0, &columns, (positions[i], segment(i)), call);
+                    let expected: [i32; SIZE] = std::array::from_fn(|j| {
+                        let key = k.tokens.start + j;
+                        i32::from(key < k.tokens.end && sees(i, key))
+                    });
+                    assert_eq!(row, expected, "query {i}, {k:?}");
+                }
+            }
+        }
+        seen
+    }
+
+    #[test]
+    fn sight_and_mask_agree_with_the_definition() -> Result<()> {
+        let len = 45;
+        let span: Vec<i64> = (0..len).collect();
+        let padded: Vec<i64> = (0..len).map(|i| i - 11).collect();
+        let scrambled: Vec<i64> = (0..len)
+            .map(|i| if i % 9 == 4 { -1 } else { i * 17 % 45 })
+            .collect();
+        let documents: Vec<i64> = (0..len).map(|i| i / 13).collect();
+        let mixed: Vec<i64> = (0..len).map(|i| i % 2).collect();
+        for positions in [span, padded, scrambled] {
+            for segments in [None, Some(&documents[..]), Some(&mixed[..])] {
+                for causal in [true, false] {
+                    for window in [None, Some(1), Some(7), Some(20), Some(usize::MAX)] {
+                        let call = call(&positions, segments, causal, window)?;
+                        check(&positions, segments, &call);
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn sight_of_causal_span_skips_and_fills_tiles() -> Result<()> {
+        let positions: Vec<i64> = (0..32).collect();
+        let call = call(&positions, None, true, None)?;
+        assert_eq!(check(&positions, None, &call), [6, 4, 6]);
+        Ok(())
+    }
+}
