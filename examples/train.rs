@@ -88,19 +88,14 @@ struct Options {
     length: usize,
 
     /// Windows in a batch
-    #[arg(
-        long,
-        value_name = "N",
-        default_value_t = 4,
-        default_value_if("toy", "true", "4")
-    )]
+    #[arg(long, value_name = "N", default_value_t = 4)]
     batch: usize,
 
     /// Steps of training
     #[arg(
         long,
         value_name = "N",
-        default_value_t = 800,
+        default_value_t = 700,
         default_value_if("toy", "true", "40")
     )]
     steps: usize,
@@ -130,7 +125,7 @@ struct Options {
     #[arg(long, value_name = "DIR")]
     out: Option<PathBuf>,
 
-    /// A model small enough to train in seconds; single sizes can still be given
+    /// A small model and few steps, done in seconds; single sizes can still be given
     #[arg(long)]
     toy: bool,
 }
