@@ -272,6 +272,21 @@ fn slopes_that_are_not_finite_are_refused() -> Result<()> {
 }
 
 #[test]
+fn parameters_that_overflow_the_accumulator_are_refused_where_they_do() -> Result<()> {
+    // refused_spec asks with f32; in f64 the same numbers are fine.
+    refused_spec(slopes(&[1e300]), &["slope", "f32"])?;
+    refused_spec(phase(4, 0.1, Some(-1e39)), &["phase_scale", "f32"])?;
+    let scaled = AttendSpec {
+        scale: Some(1e39),
+        ..AttendSpec::causal()
+    };
+    refused_spec(scaled.clone(), &["scale", "f32"])?;
+    let x = zeros(&[1, 1, 4, 8])?.to_dtype(DType::F64)?;
+    attend(&x, &x, &x, &scaled)?;
+    Ok(())
+}
+
+#[test]
 fn window_of_nothing_is_refused() -> Result<()> {
     for causal in [true, false] {
         refused_spec(

@@ -123,11 +123,15 @@ impl Problem {
             DType::F32 | DType::F64 | DType::BF16 | DType::F16 => (),
             other => bail!("attend: dtype {other:?} is not supported (f32, f64, bf16, f16 are)"),
         }
-        if let Some(scale) = spec.scale {
-            if !scale.is_finite() {
-                bail!("attend: scale {scale} is not finite")
+        let finite = |name: &str, x: f64| match self.dtype {
+            DType::F64 if x.is_finite() => Ok(()),
+            DType::F64 => bail!("attend: {name} {x} is not finite"),
+            _ if (x as f32).is_finite() => Ok(()),
+            other => {
+                bail!("attend: {name} {x} is not finite in f32, in which {other:?} is computed")
             }
-        }
+        };
+        spec.scale.map_or(Ok(()), |x| finite("scale", x))?;
         if spec.window == Some(0) {
             bail!("attend: window 0 lets no query see any key; a window counts the query's own position")
         }
@@ -140,9 +144,7 @@ impl Problem {
                         slopes.len()
                     )
                 }
-                if let Some(bad) = slopes.iter().find(|s| !s.is_finite()) {
-                    bail!("attend: slope {bad} is not finite")
-                }
+                slopes.iter().try_for_each(|x| finite("slope", *x))?;
             }
             Score::Phase {
                 amp_dim,
@@ -155,11 +157,7 @@ impl Problem {
                 if !(alpha.is_finite() && *alpha > 0.) {
                     bail!("attend: alpha {alpha} must be finite and above 0")
                 }
-                if let Some(scale) = phase_scale {
-                    if !scale.is_finite() {
-                        bail!("attend: phase_scale {scale} is not finite")
-                    }
-                }
+                phase_scale.map_or(Ok(()), |x| finite("phase_scale", x))?;
             }
         }
         Ok(Dims {
