@@ -125,10 +125,10 @@ impl Problem {
         }
         let finite = |name: &str, x: f64| match self.dtype {
             DType::F64 if x.is_finite() => Ok(()),
-            DType::F64 => bail!("attend: {name} {x} is not finite"),
+            DType::F64 => bail!("attend: {name} {x:?} is not finite"),
             _ if (x as f32).is_finite() => Ok(()),
             other => {
-                bail!("attend: {name} {x} is not finite in f32, in which {other:?} is computed")
+                bail!("attend: {name} {x:?} is not finite in f32, in which {other:?} is computed")
             }
         };
         spec.scale.map_or(Ok(()), |x| finite("scale", x))?;
