@@ -66,6 +66,19 @@ fn sinusoidal_coordinates_interleave_sines_and_cosines() {
 }
 
 #[test]
+fn sinusoidal_embeddings_are_scaled_as_in_the_paper_unless_told_otherwise() {
+    let ones = (zeros(1, 1, 4) + 1.).unwrap();
+    let at_0 = |encoding: Absolute| values(&encoding.embed(&ones, &Positions::first(1)).unwrap());
+    assert_eq!(at_0(sinusoidal(4)), [2., 3., 2., 3.]);
+    let config = AbsoluteConfig::Sinusoidal {
+        theta: 10_000.,
+        scale_embeddings: false,
+    };
+    let plain = Absolute::new(&config, &dims(4), VarBuilder::zeros(DType::F64, &CPU));
+    assert_eq!(at_0(plain.unwrap()), [1., 2., 1., 2.]);
+}
+
+#[test]
 fn sinusoidal_odd_width_ends_with_a_sine() {
     let out = sinusoidal(3).embed(&zeros(1, 1, 3), &Positions::Span { start: 5, len: 1 });
     let slow = 5. * 10_000f64.powf(-2. / 3.);
@@ -184,7 +197,11 @@ fn learned_position_beyond_the_table_is_refused_with_both_numbers() {
 fn absolute_what_does_not_fit_is_refused() {
     let vb = || VarBuilder::zeros(DType::F64, &CPU);
     let new = |config| Absolute::new(&config, &dims(4), vb());
-    assert!(new(AbsoluteConfig::Sinusoidal { theta: 0.5 }).is_err());
+    assert!(new(AbsoluteConfig::Sinusoidal {
+        theta: 0.5,
+        scale_embeddings: false
+    })
+    .is_err());
     assert!(new(AbsoluteConfig::Learned { max_positions: 0 }).is_err());
     let encoding = sinusoidal(4);
     assert!(encoding
@@ -198,7 +215,10 @@ fn absolute_what_does_not_fit_is_refused() {
 #[test]
 fn absolute_config_through_json_stays_the_same() {
     for config in [
-        AbsoluteConfig::Sinusoidal { theta: 500. },
+        AbsoluteConfig::Sinusoidal {
+            theta: 500.,
+            scale_embeddings: false,
+        },
         AbsoluteConfig::Learned { max_positions: 7 },
     ] {
         let config = EncodingConfig::Absolute(config);

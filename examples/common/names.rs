@@ -39,9 +39,7 @@ impl EncodingName {
                 ..TapaConfig::default()
             }),
             Self::Tape => EncodingConfig::Tape(TapeConfig::default()),
-            Self::Absolute => {
-                EncodingConfig::Absolute(AbsoluteConfig::Sinusoidal { theta: 10_000. })
-            }
+            Self::Absolute => EncodingConfig::Absolute(AbsoluteConfig::default()),
             Self::Learned => EncodingConfig::Absolute(AbsoluteConfig::Learned {
                 max_positions: length,
             }),

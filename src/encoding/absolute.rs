@@ -8,8 +8,7 @@
 //! t position in tokens, C model width, θ base.
 //!
 //! # Deviations
-//! An odd C is allowed: its last coordinate is a sine without its cosine. Embeddings are not multiplied by √C. Padding
-//! (a negative position) gets zero added.
+//! An odd C is allowed: its last coordinate is a sine without its cosine. Padding (a negative position) gets zero added.
 
 use super::{Encoding, ModelDims};
 use crate::positions::{PositionTable, Positions};
@@ -27,6 +26,10 @@ pub enum AbsoluteConfig {
         /// θ, above 1.
         #[serde(default = "theta")]
         theta: f64,
+        /// Whether embeddings are multiplied by √C first, as the paper does (§3.4). Small embeddings would drown in
+        /// waves of amplitude 1, and the model would hardly train.
+        #[serde(default = "scale_embeddings")]
+        scale_embeddings: bool,
     },
     /// A trained vector for each of the first positions, the weight `embed_positions.weight` (max_positions, C).
     Learned {
@@ -39,9 +42,16 @@ fn theta() -> f64 {
     10_000.
 }
 
+fn scale_embeddings() -> bool {
+    true
+}
+
 impl Default for AbsoluteConfig {
     fn default() -> Self {
-        Self::Sinusoidal { theta: theta() }
+        Self::Sinusoidal {
+            theta: theta(),
+            scale_embeddings: scale_embeddings(),
+        }
     }
 }
 
@@ -50,6 +60,8 @@ impl Default for AbsoluteConfig {
 pub struct Absolute {
     table: Table,
     width: usize,
+    /// What embeddings are multiplied by.
+    scale: f64,
 }
 
 #[derive(Debug, Clone)]
@@ -66,10 +78,17 @@ impl Absolute {
     /// # Errors
     /// When θ or the number of positions is out of range, or the weight is missing or has another shape.
     pub fn new(config: &AbsoluteConfig, dims: &ModelDims, vb: VarBuilder) -> Result<Self> {
+        let mut scale = 1.;
         let table = match *config {
-            AbsoluteConfig::Sinusoidal { theta } => {
+            AbsoluteConfig::Sinusoidal {
+                theta,
+                scale_embeddings,
+            } => {
                 if !(theta.is_finite() && theta > 1.) {
                     bail!("absolute: theta {theta} must be finite and above 1")
+                }
+                if scale_embeddings {
+                    scale = (dims.width as f64).sqrt();
                 }
                 Table::Sinusoidal { theta }
             }
@@ -88,6 +107,7 @@ impl Absolute {
         Ok(Self {
             table,
             width: dims.width,
+            scale,
         })
     }
 
@@ -155,6 +175,10 @@ impl Encoding for Absolute {
                 self.width
             )
         }
-        x.broadcast_add(&self.vectors(&positions.table(batch)?, x)?)
+        let vectors = self.vectors(&positions.table(batch)?, x)?;
+        if self.scale == 1. {
+            return x.broadcast_add(&vectors);
+        }
+        (x * self.scale)?.broadcast_add(&vectors)
     }
 }

@@ -51,11 +51,11 @@ pub fn encodings() -> Vec<(&'static str, EncodingConfig)> {
         position_size: 5,
         ..TapeConfig::default()
     };
-    use AbsoluteConfig::{Learned, Sinusoidal};
+    use AbsoluteConfig::Learned;
     use EncodingConfig::{Absolute, Alibi, Nope, Rope, Tapa, Tape};
     vec![
         ("nope", Nope),
-        ("sinusoidal", Absolute(Sinusoidal { theta: 10_000. })),
+        ("sinusoidal", Absolute(AbsoluteConfig::default())),
         ("learned", Absolute(Learned { max_positions: 150 })),
         ("rope", Rope(RopeConfig::default())),
         ("partial rope", Rope(partial)),
