@@ -1,7 +1,7 @@
 //! The fused path as one candle operation: forward and backward side by side, scores recomputed from the saved
 //! log-sum-exp.
 
-use super::cpu::{self, Element, RowStatistics, View};
+use super::cpu::{self, Element, RowStatistics, Rows, View};
 use super::problem::{Dims, Resolved};
 use super::AttendOutput;
 use candle_core::backend::BackendStorage;
@@ -113,9 +113,9 @@ impl FusedAttention {
         };
         let [q_host, k_host, v_host, grad_host] = [q, k, v, grad].map(on_host);
         let out_host = on_host(exact_out.as_ref().unwrap_or(out));
-        let out = match exact_out {
-            Some(_) => cpu::Output::Exact(out_host.view()?),
-            None => cpu::Output::Rounded(out_host.view()?),
+        let out: &dyn Rows<T::Acc> = match exact_out {
+            Some(_) => &out_host.view::<T::Acc>()?,
+            None => &out_host.view::<T>()?,
         };
         let gradients = cpu::backward(
             &self.call,

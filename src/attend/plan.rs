@@ -104,7 +104,7 @@ pub fn plan_problem(problem: &Problem, spec: &AttendSpec) -> Result<Plan> {
                 kernel: cpu::kernel_name(problem.dtype).to_string(),
                 accumulate,
                 precision,
-                workspace_bytes: cpu::forward_workspace_bytes(&dims, accumulate),
+                workspace_bytes: cpu::forward_workspace_bytes(&dims, problem.dtype),
                 copies,
             })
         }

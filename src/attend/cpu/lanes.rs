@@ -33,7 +33,7 @@ pub(super) trait Work<L> {
 }
 
 /// Operations on vectors of `WIDTH` scalars.
-pub(super) trait Lanes: Copy + Send + Sync {
+pub(super) trait Lanes: Copy + Send + Sync + 'static {
     type Scalar: Real;
     type Vector: Copy;
     const NAME: &'static str;
