@@ -17,96 +17,21 @@ mod tasks;
 mod visibility;
 
 use super::problem::{Dims, Resolved, ResolvedScore};
+use crate::host::{Element, View};
 use crate::positions::PositionTable;
-use candle_core::{bail, DType, Layout, Result, WithDType};
-use half::{bf16, f16};
+use candle_core::DType;
 use kernel::{Kernel, KernelOf};
-use lanes::{Job, Lanes, Real};
+use lanes::{Job, Lanes};
 use pack::Tokens;
-use rayon::prelude::*;
 use visibility::{token_blocks, KeyMask, TokenBlock};
 
+pub(crate) use lanes::Real;
 pub(crate) use pack::Rows;
 
 /// Rows of a tile: queries, of one head or of several heads that share keys.
 const QUERY_BLOCK: usize = 96;
 /// Columns of a tile: keys.
 const KEY_BLOCK: usize = 64;
-
-/// A dtype that attention takes, and the one it accumulates in.
-pub(crate) trait Element: WithDType {
-    /// f32, or f64 for f64.
-    #[allow(private_bounds)]
-    type Acc: Real;
-    fn to_acc(self) -> Self::Acc;
-    fn from_acc(acc: Self::Acc) -> Self;
-    /// All of them, and the exact ones where the types differ; no copy where they do not.
-    fn from_acc_vec(acc: Vec<Self::Acc>) -> (Vec<Self>, Option<Vec<Self::Acc>>);
-}
-
-macro_rules! element {
-    ($t:ty, $acc:ty, $to:expr, $from:expr, $from_vec:expr) => {
-        impl Element for $t {
-            type Acc = $acc;
-            #[inline(always)]
-            fn to_acc(self) -> $acc {
-                $to(self)
-            }
-            #[inline(always)]
-            fn from_acc(acc: $acc) -> Self {
-                $from(acc)
-            }
-            fn from_acc_vec(acc: Vec<$acc>) -> (Vec<Self>, Option<Vec<$acc>>) {
-                $from_vec(acc)
-            }
-        }
-    };
-}
-fn round_all<T: Element>(acc: Vec<T::Acc>) -> (Vec<T>, Option<Vec<T::Acc>>) {
-    const TASK: usize = 1 << 14;
-    let mut rounded = vec![T::zero(); acc.len()];
-    let round = |(rounded, acc): (&mut [T], &[T::Acc])| {
-        for (to, x) in rounded.iter_mut().zip(acc) {
-            *to = T::from_acc(*x);
-        }
-    };
-    if acc.len() <= TASK {
-        round((&mut rounded, &acc));
-    } else {
-        let tasks = rounded.par_chunks_mut(TASK).zip(acc.par_chunks(TASK));
-        tasks.for_each(round);
-    }
-    (rounded, Some(acc))
-}
-element!(f32, f32, |x| x, |x| x, |x| (x, None));
-element!(f64, f64, |x| x, |x| x, |x| (x, None));
-element!(bf16, f32, bf16::to_f32, bf16::from_f32, round_all);
-element!(f16, f32, f16::to_f32, f16::from_f32, round_all);
-
-/// A strided operand on the host.
-#[derive(Clone, Copy)]
-pub(crate) struct View<'a, T> {
-    /// From the first element on.
-    pub data: &'a [T],
-    pub dims: [usize; 4],
-    pub strides: [usize; 4],
-}
-
-impl<'a, T> View<'a, T> {
-    pub fn new(data: &'a [T], layout: &Layout) -> Result<Self> {
-        match (layout.dims().try_into(), layout.stride().try_into()) {
-            (Ok(dims), Ok(strides)) => Ok(Self {
-                data: data.get(layout.start_offset()..).unwrap_or_default(),
-                dims,
-                strides,
-            }),
-            _ => bail!(
-                "attend: a kernel's operand must be (batch, heads, tokens, width), got {:?}",
-                layout.shape()
-            ),
-        }
-    }
-}
 
 /// What the forward pass computes.
 pub(crate) struct Forward<T: Element> {
@@ -335,7 +260,7 @@ mod tests {
     use super::super::{attend_with_lse, AttendSpec, Backend, Problem, Score};
     use super::lanes::on_all_lanes;
     use super::*;
-    use candle_core::{Device, Tensor, Var};
+    use candle_core::{bail, Device, Result, Tensor, Var};
 
     const DIMS: [usize; 7] = [2, 4, 2, 130, 150, 20, 24];
 

@@ -2,7 +2,7 @@
 //! as zeros without being read, so that a NaN there cannot leak.
 
 use super::lanes::Real;
-use super::{Element, View};
+use crate::host::{Element, View};
 use candle_core::WithDType;
 use std::ops::Range;
 
