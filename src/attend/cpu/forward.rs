@@ -35,7 +35,7 @@ impl Cut {
         const KEYS: usize = 1024;
         let Dims { b, h, g, t, s, .. } = *dims;
         let group = h / g;
-        let heads = (QUERY_BLOCK / t.max(1)).clamp(1, group);
+        let heads = (QUERY_BLOCK / t.max(1)).min(group).max(1);
         let blocks = group.div_ceil(heads) * t.div_ceil(QUERY_BLOCK);
         let parts = if blocks == 1 {
             TASKS.div_ceil((b * g).max(1)).min(s / KEYS).max(1)
