@@ -13,7 +13,7 @@ use super::score::{Pairs, RowScore};
 use super::tasks::{share, take};
 use super::visibility::{KeyMask, Sight};
 use super::{scale, Dims, ForwardJob, RowStatistics, Side, Widths, KEY_BLOCK, QUERY_BLOCK};
-use crate::attend::problem::Resolved;
+use crate::attend::problem::{saturating_product, saturating_sum, Resolved};
 use std::ops::Range;
 
 /// How the rows of one call are cut into blocks.
@@ -36,9 +36,10 @@ impl Cut {
         let Dims { b, h, g, t, s, .. } = *dims;
         let group = h / g;
         let heads = (QUERY_BLOCK / t.max(1)).min(group).max(1);
-        let blocks = group.div_ceil(heads) * t.div_ceil(QUERY_BLOCK);
+        let blocks = saturating_product([group.div_ceil(heads), t.div_ceil(QUERY_BLOCK)]);
         let parts = if blocks == 1 {
-            TASKS.div_ceil((b * g).max(1)).min(s / KEYS).max(1)
+            let key_heads = saturating_product([b, g]).max(1);
+            TASKS.div_ceil(key_heads).min(s / KEYS).max(1)
         } else {
             1
         };
@@ -63,28 +64,30 @@ pub(super) fn workspace_elements(dims: &Dims, width: usize) -> usize {
         ..
     } = *dims;
     let cut = Cut::new(dims);
-    let padded = |x: usize| x.next_multiple_of(width);
+    let padded = |x: usize, to: usize| saturating_product([x.div_ceil(to), to]);
     // A phase pads both of its parts.
-    let (d, e) = (padded(d) + width, padded(e));
-    let pairs = b.saturating_mul(h).saturating_mul(t).saturating_mul(s);
-    let packed = if cut.shared {
-        b * g * s.next_multiple_of(KEY_BLOCK) * (d + e)
-    } else {
-        0
+    let (d, e) = (saturating_sum([padded(d, width), width]), padded(e, width));
+    let packed = match cut.shared {
+        true => saturating_product([b, g, padded(s, KEY_BLOCK), saturating_sum([d, e])]),
+        false => 0,
     };
-    let scratch = QUERY_BLOCK * (d + e + 2 * KEY_BLOCK + width + 3)
-        + KEY_BLOCK * (d + e + 1)
-        + 8 * width.max(16);
-    let partial = if cut.parts > 1 {
-        b * h * t * cut.parts * (e + 2)
-    } else {
-        0
+    let query_row = saturating_sum([d, e, 2 * KEY_BLOCK + width + 3]);
+    let scratch = saturating_sum([
+        saturating_product([QUERY_BLOCK, query_row]),
+        saturating_product([KEY_BLOCK, saturating_sum([d, e, 1])]),
+        8 * width.max(16),
+    ]);
+    let partial = match cut.parts {
+        1 => 0,
+        parts => saturating_product([b, h, t, parts, saturating_sum([e, 2])]),
     };
-    packed
-        .saturating_add(rayon::current_num_threads() * scratch)
-        .saturating_add(partial)
-        .saturating_add(2 * b * h * t)
-        .saturating_add(LONGEST_TABLE.min(pairs))
+    saturating_sum([
+        packed,
+        saturating_product([rayon::current_num_threads(), scratch]),
+        partial,
+        saturating_product([2, b, h, t]),
+        LONGEST_TABLE.min(saturating_product([b, h, t, s])),
+    ])
 }
 
 /// One task: some query rows, and the key blocks they look at.

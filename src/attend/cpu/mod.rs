@@ -16,7 +16,7 @@ mod score;
 mod tasks;
 mod visibility;
 
-use super::problem::{Dims, Resolved, ResolvedScore};
+use super::problem::{saturating_product, saturating_sum, Dims, Resolved, ResolvedScore};
 use crate::host::{Element, View};
 use crate::positions::PositionTable;
 use candle_core::DType;
@@ -86,7 +86,10 @@ pub(crate) fn forward_workspace_bytes(dims: &Dims, dtype: DType) -> usize {
         DType::F64 => f64::with_lanes(Bytes(dims)),
         DType::F32 => f32::with_lanes(Bytes(dims)),
         // The output before it is rounded.
-        _ => f32::with_lanes(Bytes(dims)).saturating_add(b * h * t * e * size_of::<f32>()),
+        _ => saturating_sum([
+            f32::with_lanes(Bytes(dims)),
+            saturating_product([b, h, t, e, size_of::<f32>()]),
+        ]),
     }
 }
 
