@@ -54,6 +54,7 @@ pub mod attend;
 pub mod attention;
 pub mod cache;
 pub mod encoding;
+mod host;
 pub mod init;
 pub mod model;
 pub mod positions;

@@ -7,11 +7,9 @@
 //! With g the gradient of the result, the gradient of z is g·w̄ (for |w| = 1 the rotation by the opposite angle)
 //! and that of w is Σ g·z̄ over the heads and batch rows that shared the entry.
 
-use crate::attend::cpu::{Element, View};
+use crate::host::{on_host, Element, View};
 use candle_core::backend::BackendStorage;
-use candle_core::{
-    bail, CpuStorage, CustomOp3, DType, Result, Shape, Storage, Tensor, WithDType, D,
-};
+use candle_core::{bail, CpuStorage, CustomOp3, DType, Result, Shape, Tensor, WithDType, D};
 use half::{bf16, f16};
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
@@ -230,15 +228,11 @@ impl Turn {
         &self,
         [x, cos, sin, grad]: [&Tensor; 4],
     ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
-        let (grad_storage, grad_layout) = grad.storage_and_layout();
-        let grad = view::<T>(&grad_storage, grad_layout)?;
+        let grad_host = on_host(grad);
+        let grad = grad_host.view::<T>()?;
         let dx = if x.track_op() {
-            let (cos_storage, cos_layout) = cos.storage_and_layout();
-            let (sin_storage, sin_layout) = sin.storage_and_layout();
-            let (cos, sin) = (
-                view(&cos_storage, cos_layout)?,
-                view(&sin_storage, sin_layout)?,
-            );
+            let (cos_host, sin_host) = (on_host(cos), on_host(sin));
+            let (cos, sin) = (cos_host.view()?, sin_host.view()?);
             let dx = turn::<T, true>(self.layout, grad, cos, sin);
             Some(Tensor::from_vec(dx, x.shape(), x.device())?)
         } else {
@@ -247,10 +241,9 @@ impl Turn {
         if !cos.track_op() && !sin.track_op() {
             return Ok((dx, None, None));
         }
-        let (x_storage, x_layout) = x.storage_and_layout();
         let (dcos, dsin) = table_gradient::<T>(
             self.layout,
-            view(&x_storage, x_layout)?,
+            on_host(x).view()?,
             grad,
             cos.shape().dims4()?.into(),
         );
@@ -306,13 +299,6 @@ impl CustomOp3 for Turn {
             DType::F16 => self.backward::<f16>(tensors),
             other => bail!("rotate: no gradient for dtype {other:?}"),
         }
-    }
-}
-
-fn view<'a, T: Element>(storage: &'a Storage, layout: &candle_core::Layout) -> Result<View<'a, T>> {
-    match storage {
-        Storage::Cpu(storage) => View::new(storage.as_slice::<T>()?, layout),
-        _ => bail!("rotate: the CPU path was given a tensor on another device"),
     }
 }
 

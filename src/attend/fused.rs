@@ -1,13 +1,13 @@
 //! The fused path as one candle operation: forward and backward side by side, scores recomputed from the saved
 //! log-sum-exp.
 
-use super::cpu::{self, Element, RowStatistics, View};
+use super::cpu::{self, RowStatistics, Rows};
 use super::problem::{Dims, Resolved};
 use super::AttendOutput;
+use crate::host::{on_host, Element, View};
 use candle_core::backend::BackendStorage;
-use candle_core::{bail, CpuStorage, CustomOp3, DType, Layout, Result, Shape, Storage, Tensor};
+use candle_core::{bail, CpuStorage, CustomOp3, DType, Layout, Result, Shape, Tensor};
 use half::{bf16, f16};
-use std::ops::Deref;
 use std::sync::{Arc, OnceLock};
 
 pub(super) fn attend(q: &Tensor, k: &Tensor, v: &Tensor, call: Resolved) -> Result<Tensor> {
@@ -113,9 +113,9 @@ impl FusedAttention {
         };
         let [q_host, k_host, v_host, grad_host] = [q, k, v, grad].map(on_host);
         let out_host = on_host(exact_out.as_ref().unwrap_or(out));
-        let out = match exact_out {
-            Some(_) => cpu::Output::Exact(out_host.view()?),
-            None => cpu::Output::Rounded(out_host.view()?),
+        let out: &dyn Rows<T::Acc> = match exact_out {
+            Some(_) => &out_host.view::<T::Acc>()?,
+            None => &out_host.view::<T>()?,
         };
         let gradients = cpu::backward(
             &self.call,
@@ -200,26 +200,6 @@ impl CustomOp3 for FusedAttention {
             DType::BF16 => self.backward::<bf16>(tensors),
             DType::F16 => self.backward::<f16>(tensors),
             other => bail!("attend: no gradient for dtype {other:?}"),
-        }
-    }
-}
-
-/// A tensor's memory, held while a kernel reads it.
-struct OnHost<'a, Guard> {
-    storage: Guard,
-    layout: &'a Layout,
-}
-
-fn on_host(x: &Tensor) -> OnHost<'_, impl Deref<Target = Storage> + '_> {
-    let (storage, layout) = x.storage_and_layout();
-    OnHost { storage, layout }
-}
-
-impl<Guard: Deref<Target = Storage>> OnHost<'_, Guard> {
-    fn view<T: Element>(&self) -> Result<View<'_, T>> {
-        match &*self.storage {
-            Storage::Cpu(storage) => View::new(storage.as_slice::<T>()?, self.layout),
-            _ => bail!("attend: the fused CPU path was given a tensor on another device"),
         }
     }
 }

@@ -164,6 +164,9 @@ pub struct AttendOutput {
 /// Differentiable in q, k and v on every path; the score's parameters are constants. bf16 and f16 inputs are
 /// accumulated in f32.
 ///
+/// On the fused CPU path the output does not depend on the number of threads, and the gradients are the same bit
+/// for bit on every run with the same number of threads.
+///
 /// # Shapes
 /// q (B, H, T, D), k (B, G, S, D), v (B, G, S, E) → (B, H, T, E). Any strides.
 ///

@@ -1,5 +1,6 @@
 //! Which path a call takes, decided from shapes alone, so that it can be asked and tested without a device.
 
+use super::problem::saturating_product;
 use super::{cpu, AttendSpec, Backend, DeviceKind, Precision, Problem, Score};
 use candle_core::{bail, DType, Result, Tensor};
 use std::fmt;
@@ -104,7 +105,7 @@ pub fn plan_problem(problem: &Problem, spec: &AttendSpec) -> Result<Plan> {
                 kernel: cpu::kernel_name(problem.dtype).to_string(),
                 accumulate,
                 precision,
-                workspace_bytes: cpu::forward_workspace_bytes(&dims, accumulate),
+                workspace_bytes: cpu::forward_workspace_bytes(&dims, problem.dtype),
                 copies,
             })
         }
@@ -125,9 +126,7 @@ fn dense_workspace(problem: &Problem, spec: &AttendSpec, accumulate: DType) -> u
         Score::LinearBias { .. } => 4,
         Score::Phase { .. } => 5,
     };
-    [h, t, s, matrices, accumulate.size_in_bytes()]
-        .iter()
-        .fold(b, |bytes, n| bytes.saturating_mul(*n))
+    saturating_product([b, h, t, s, matrices, accumulate.size_in_bytes()])
 }
 
 fn dense_copies(problem: &Problem, accumulate: DType) -> Vec<String> {

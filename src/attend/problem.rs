@@ -241,6 +241,15 @@ pub(crate) struct Dims {
     pub e: usize,
 }
 
+/// Shapes need not exist in memory to be asked about, so their products may be too large for a `usize`.
+pub(super) fn saturating_product<const N: usize>(factors: [usize; N]) -> usize {
+    factors.into_iter().fold(1, usize::saturating_mul)
+}
+
+pub(super) fn saturating_sum<const N: usize>(terms: [usize; N]) -> usize {
+    terms.into_iter().fold(0, usize::saturating_add)
+}
+
 /// [`Score`] with its defaults filled in.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) enum ResolvedScore {

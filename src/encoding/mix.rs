@@ -1,6 +1,6 @@
 //! Heads mixed by a matrix for each token, as TAPE's updates do.
 
-use crate::attend::cpu::{Element, View};
+use crate::host::{Element, View};
 use candle_core::backend::BackendStorage;
 use candle_core::{bail, CpuStorage, CustomOp2, Layout, Result, Shape, Tensor, WithDType};
 use rayon::prelude::*;

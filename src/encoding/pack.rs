@@ -1,6 +1,6 @@
 //! TAPE's state written behind the values, so that attention averages both with the same weights.
 
-use crate::attend::cpu::{Element, View};
+use crate::host::{Element, View};
 use candle_core::{bail, CpuStorage, CustomOp3, Layout, Result, Shape, Tensor};
 use rayon::prelude::*;
 

@@ -6,15 +6,15 @@
 //! queries, each adds up a dq of its own and these are added in the keys' order.
 
 use super::distance::Distances;
+use super::kernel::Scored;
 use super::lanes::{Lanes, Real, Work};
-use super::pack::Aligned;
+use super::pack::{Aligned, Tokens};
 use super::product::{Product, Tile};
 use super::score::{Pairs, RowScore};
 use super::tasks::{share, take};
 use super::visibility::{KeyMask, Sight};
-use super::{scale, BackwardJob, Dims, Element, Gradients, Output, Side, Widths, KEY_BLOCK};
+use super::{scale, BackwardJob, Dims, Gradients, Side, Widths, KEY_BLOCK};
 use crate::attend::problem::Resolved;
-use candle_core::WithDType;
 use std::ops::Range;
 
 /// Queries of a tile: fewer than in the forward pass, since three tiles and two sums are in use at a time.
@@ -30,14 +30,14 @@ struct Queries<S> {
 }
 
 /// One task: some key blocks of one key/value head.
-struct KeyRange<'a, T: Element> {
+struct KeyRange<'a, S> {
     batch: usize,
     kv_head: usize,
     key_blocks: Range<usize>,
-    dk: &'a mut [T],
-    dv: &'a mut [T],
+    dk: &'a mut [S],
+    dv: &'a mut [S],
     /// Of the group's heads one after another, `tokens` of each.
-    dq: &'a mut [T::Acc],
+    dq: &'a mut [S],
     tokens: Range<usize>,
 }
 
@@ -56,25 +56,15 @@ struct Scratch<S> {
 }
 
 /// What all tasks read.
-struct Context<'a, T: Element, F> {
-    job: BackwardJob<'a, T>,
+struct Context<'a, S> {
+    job: BackwardJob<'a, S>,
     widths: Widths,
     queries: Side<'a>,
     keys: Side<'a>,
-    distances: Distances<T::Acc>,
-    row_score: F,
+    distances: Distances<S>,
 }
 
-pub(super) fn backward<T, L, R>(
-    lanes: L,
-    job: BackwardJob<'_, T>,
-    row_score: impl Fn(usize) -> R + Sync,
-) -> Gradients<T>
-where
-    T: Element,
-    L: Lanes<Scalar = T::Acc>,
-    R: RowScore<L>,
-{
+pub(super) fn backward<S: Real>(job: BackwardJob<'_, S>) -> Gradients<S> {
     let Dims {
         b,
         h,
@@ -84,32 +74,30 @@ where
         d,
         e,
     } = job.call.dims;
-    let zero = T::from_acc(T::Acc::ZERO);
-    let mut dk = vec![zero; b * g * s * d];
-    let mut dv = vec![zero; b * g * s * e];
+    let mut dk = vec![S::ZERO; b * g * s * d];
+    let mut dv = vec![S::ZERO; b * g * s * e];
     if b * h * t * s == 0 {
-        let dq = vec![zero; b * h * t * d];
+        let dq = vec![S::ZERO; b * h * t * d];
         return Gradients { dq, dk, dv };
     }
     let context = Context {
-        widths: Widths::new::<L>(job.call),
+        widths: Widths::new(job.call, job.kernel.width()),
         queries: Side::new(&job.call.q_positions, QUERY_ROWS),
         keys: Side::new(&job.call.k_positions, KEY_BLOCK),
         distances: Distances::new(job.call),
         job,
-        row_score,
     };
     let packed = context.pack_queries();
     let width = context.widths.score_padded();
     let group = h / g;
 
     let ranges: Vec<Vec<KeyBlocks>> = (0..b).map(|batch| context.cut(batch)).collect();
-    let mut dq = vec![T::Acc::ZERO; b * h * t * width];
+    let mut dq = vec![S::ZERO; b * h * t * width];
     // The first range of each head writes dq itself, the others write what is added to it.
-    let mut others: Vec<Vec<T::Acc>> = ranges
+    let mut others: Vec<Vec<S>> = ranges
         .iter()
         .flat_map(|ranges| (0..g).flat_map(|_| ranges.iter().skip(1)))
-        .map(|range| vec![T::Acc::ZERO; group * range.tokens.len() * width])
+        .map(|range| vec![S::ZERO; group * range.tokens.len() * width])
         .collect();
     let mut tasks = Vec::new();
     {
@@ -140,7 +128,7 @@ where
             }
         }
     }
-    context.run_all(lanes, tasks, &packed);
+    context.run_all(tasks, &packed);
     drop(packed);
 
     // In the order in which they were cut: the sum is the same whoever did what.
@@ -185,7 +173,7 @@ fn ranges_for(heads: usize, threads: usize) -> usize {
         .unwrap_or(MOST)
 }
 
-impl<T: Element, F: Sync> Context<'_, T, F> {
+impl<S: Real> Context<'_, S> {
     /// The ranges of one batch row's keys, equal in tiles that are looked at.
     fn cut(&self, batch: usize) -> Vec<KeyBlocks> {
         let Dims { b, g, t, .. } = self.job.call.dims;
@@ -225,14 +213,14 @@ impl<T: Element, F: Sync> Context<'_, T, F> {
         cuts
     }
 
-    fn pack_queries(&self) -> Queries<T::Acc> {
+    fn pack_queries(&self) -> Queries<S> {
         let Dims { b, h, t, .. } = self.job.call.dims;
         let widths = &self.widths;
         let (q_width, v_width) = (widths.score_padded(), widths.value_padded);
         let mut packed = Queries {
             q: Aligned::zeros(b * h * t * q_width),
             grad: Aligned::zeros(b * h * t * v_width),
-            delta: vec![T::Acc::ZERO; b * h * t],
+            delta: vec![S::ZERO; b * h * t],
         };
         let tasks = (packed.q.chunks_mut(t * q_width))
             .zip(packed.grad.chunks_mut(t * v_width))
@@ -247,7 +235,7 @@ impl<T: Element, F: Sync> Context<'_, T, F> {
                     .map(move |(block, rows)| (head, block * ROWS, rows))
             })
             .collect();
-        let scale = T::Acc::from_f64(scale(self.job.call));
+        let scale = S::from_f64(scale(self.job.call));
         share(
             tasks,
             || (),
@@ -255,17 +243,23 @@ impl<T: Element, F: Sync> Context<'_, T, F> {
                 let (batch, head) = (head / h, head % h);
                 let positions = self.job.call.q_positions.row(batch);
                 let positions = &positions[start..start + delta.len()];
-                let q_head = self.job.q.head(batch, head);
-                widths.copy_score_rows(q_head, start, positions, scale, q);
-                let columns = 0..widths.value;
-                let grads = self.job.grad.head(batch, head);
-                grads.copy_rows(start, positions, columns, T::Acc::ONE, grad, v_width);
+                let tokens = Tokens {
+                    batch,
+                    head,
+                    start,
+                    positions,
+                };
+                let BackwardJob {
+                    q: queries,
+                    grad: grads,
+                    out,
+                    ..
+                } = self.job;
+                widths.copy_score_rows(queries, tokens, scale, q);
+                grads.copy_rows(tokens, 0..widths.value, S::ONE, grad, v_width);
                 for (i, (delta, grad)) in delta.iter_mut().zip(grad.chunks(v_width)).enumerate() {
                     if positions[i] >= 0 {
-                        *delta = match &self.job.out {
-                            Output::Rounded(out) => out.head(batch, head).dot(start + i, grad),
-                            Output::Exact(out) => out.head(batch, head).dot(start + i, grad),
-                        };
+                        *delta = out.dot([batch, head, start + i], grad);
                     }
                 }
             },
@@ -273,12 +267,7 @@ impl<T: Element, F: Sync> Context<'_, T, F> {
         packed
     }
 
-    fn run_all<L, R>(&self, lanes: L, tasks: Vec<KeyRange<'_, T>>, packed: &Queries<T::Acc>)
-    where
-        L: Lanes<Scalar = T::Acc>,
-        R: RowScore<L>,
-        F: Fn(usize) -> R + Sync,
-    {
+    fn run_all(&self, tasks: Vec<KeyRange<'_, S>>, packed: &Queries<S>) {
         let widths = &self.widths;
         let tile = QUERY_ROWS * KEY_BLOCK;
         let scratch = || Scratch {
@@ -286,7 +275,7 @@ impl<T: Element, F: Sync> Context<'_, T, F> {
             v_transposed: Aligned::zeros(widths.value * KEY_BLOCK),
             k_rows: Aligned::zeros(widths.score_padded() * KEY_BLOCK),
             scores: Aligned::zeros(tile),
-            phases: Aligned::zeros(usize::from(R::PHASE) * tile),
+            phases: Aligned::zeros(usize::from(self.job.kernel.has_phase()) * tile),
             weights: Aligned::zeros(tile),
             factors: Aligned::zeros(KEY_BLOCK),
             dk: Aligned::zeros(widths.score_padded() * KEY_BLOCK),
@@ -297,7 +286,7 @@ impl<T: Element, F: Sync> Context<'_, T, F> {
             let blocks = task.key_blocks.clone();
             let (mut dk, mut dv) = (std::mem::take(&mut task.dk), std::mem::take(&mut task.dv));
             for key_block in blocks {
-                self.run(lanes, scratch, &mut task, key_block, packed);
+                self.run(scratch, &mut task, key_block, packed);
                 let keys = self.keys.mask(task.batch, key_block).positions.len();
                 self.store_keys(
                     scratch,
@@ -309,18 +298,13 @@ impl<T: Element, F: Sync> Context<'_, T, F> {
     }
 
     /// All queries of the group against one key block.
-    fn run<L, R>(
+    fn run(
         &self,
-        lanes: L,
-        scratch: &mut Scratch<T::Acc>,
-        task: &mut KeyRange<'_, T>,
+        scratch: &mut Scratch<S>,
+        task: &mut KeyRange<'_, S>,
         key_block: usize,
-        packed: &Queries<T::Acc>,
-    ) where
-        L: Lanes<Scalar = T::Acc>,
-        R: RowScore<L>,
-        F: Fn(usize) -> R,
-    {
+        packed: &Queries<S>,
+    ) {
         let call = self.job.call;
         let Dims { h, g, t, .. } = call.dims;
         let (batch, group, widths) = (task.batch, h / g, &self.widths);
@@ -332,7 +316,6 @@ impl<T: Element, F: Sync> Context<'_, T, F> {
         let segments = call.q_positions.segments(batch);
         for head in 0..group {
             let query_head = task.kv_head * group + head;
-            let score = (self.row_score)(query_head);
             for queries in self.queries.blocks(batch) {
                 let partly = match queries.sight(keys.block, call) {
                     Sight::None => continue,
@@ -343,7 +326,7 @@ impl<T: Element, F: Sync> Context<'_, T, F> {
                 let first = (batch * h + query_head) * t + tokens.start;
                 let rows = first..first + tokens.len();
                 let dq_row = head * task.tokens.len() + tokens.start - task.tokens.start;
-                lanes.run(TileStep {
+                self.job.kernel.backward(TileStep {
                     positions: &positions[tokens.clone()],
                     segments: segments.map(|s| &s[tokens.clone()]),
                     queries: &packed.q[rows.start * q_width..rows.end * q_width],
@@ -353,7 +336,7 @@ impl<T: Element, F: Sync> Context<'_, T, F> {
                     delta: &packed.delta[rows],
                     scratch: &mut *scratch,
                     dq: &mut task.dq[dq_row * q_width..][..tokens.len() * q_width],
-                    score,
+                    head: query_head,
                     keys,
                     partly,
                     widths,
@@ -366,48 +349,53 @@ impl<T: Element, F: Sync> Context<'_, T, F> {
 
     fn pack_keys(
         &self,
-        scratch: &mut Scratch<T::Acc>,
-        task: &KeyRange<'_, T>,
+        scratch: &mut Scratch<S>,
+        task: &KeyRange<'_, S>,
         key_block: usize,
         positions: &[i64],
     ) {
-        let start = key_block * KEY_BLOCK;
-        let k = self.job.k.head(task.batch, task.kv_head);
-        let v = self.job.v.head(task.batch, task.kv_head);
-        k.copy_transposed(start, positions, &mut scratch.k_transposed, KEY_BLOCK);
-        v.copy_transposed(start, positions, &mut scratch.v_transposed, KEY_BLOCK);
-        let one = T::Acc::ONE;
-        (self.widths).copy_score_rows(k, start, positions, one, &mut scratch.k_rows);
-        scratch.dk.fill(T::Acc::ZERO);
-        scratch.dv.fill(T::Acc::ZERO);
+        let tokens = Tokens {
+            batch: task.batch,
+            head: task.kv_head,
+            start: key_block * KEY_BLOCK,
+            positions,
+        };
+        let BackwardJob { k, v, .. } = self.job;
+        k.copy_transposed(tokens, &mut scratch.k_transposed, KEY_BLOCK);
+        v.copy_transposed(tokens, &mut scratch.v_transposed, KEY_BLOCK);
+        (self.widths).copy_score_rows(k, tokens, S::ONE, &mut scratch.k_rows);
+        scratch.dk.fill(S::ZERO);
+        scratch.dv.fill(S::ZERO);
     }
 
-    fn store_keys(&self, scratch: &Scratch<T::Acc>, dk: &mut [T], dv: &mut [T]) {
+    fn store_keys(&self, scratch: &Scratch<S>, dk: &mut [S], dv: &mut [S]) {
         let widths = &self.widths;
         let sums = scratch.dk.chunks(widths.score_padded());
         for (to, sums) in dk.chunks_mut(widths.score()).zip(sums) {
-            round(widths.unpadded(sums), to);
+            for (to, x) in to.iter_mut().zip(widths.unpadded(sums)) {
+                *to = *x;
+            }
         }
         let sums = scratch.dv.chunks(widths.value_padded);
         for (to, sums) in dv.chunks_mut(widths.value).zip(sums) {
-            round(sums.iter(), to);
+            to.copy_from_slice(&sums[..widths.value]);
         }
     }
 
     /// Scales dq and takes its padding out.
-    fn finish_dq(&self, mut dq: Vec<T::Acc>) -> Vec<T> {
-        let (widths, scale) = (&self.widths, T::Acc::from_f64(scale(self.job.call)));
+    fn finish_dq(&self, mut dq: Vec<S>) -> Vec<S> {
+        let (widths, scale) = (&self.widths, S::from_f64(scale(self.job.call)));
         for row in dq.chunks_exact_mut(widths.score_padded()) {
             for x in &mut row[..widths.dot] {
                 *x *= scale;
             }
         }
         if widths.score() == widths.score_padded() {
-            return T::from_acc_vec(dq);
+            return dq;
         }
         dq.chunks_exact(widths.score_padded())
             .flat_map(|row| widths.unpadded(row))
-            .map(|x| T::from_acc(*x))
+            .copied()
             .collect()
     }
 }
@@ -420,14 +408,8 @@ impl Widths {
     }
 }
 
-fn round<'a, T: Element>(from: impl Iterator<Item = &'a T::Acc>, to: &mut [T]) {
-    for (to, x) in to.iter_mut().zip(from) {
-        *to = T::from_acc(*x);
-    }
-}
-
 /// One tile: scores and weights anew, then their part of each gradient.
-struct TileStep<'a, S, R> {
+pub(super) struct TileStep<'a, S> {
     positions: &'a [i64],
     segments: Option<&'a [i64]>,
     queries: &'a [S],
@@ -437,7 +419,8 @@ struct TileStep<'a, S, R> {
     delta: &'a [S],
     scratch: &'a mut Scratch<S>,
     dq: &'a mut [S],
-    score: R,
+    /// Query head.
+    head: usize,
     keys: KeyMask<'a>,
     /// Whether some pairs are invisible.
     partly: bool,
@@ -446,19 +429,20 @@ struct TileStep<'a, S, R> {
     call: &'a Resolved,
 }
 
-impl<L: Lanes, R: RowScore<L>> Work<L> for TileStep<'_, L::Scalar, R> {
+impl<L: Lanes, R: RowScore<L>> Work<L> for Scored<'_, TileStep<'_, L::Scalar>, R> {
     type Output = ();
 
     #[inline(always)]
-    fn run(mut self, lanes: L) {
-        let Some((rows, columns)) = self.extent() else {
+    fn run(self, lanes: L) {
+        let Self { mut step, scores } = self;
+        let Some((rows, columns)) = step.extent() else {
             return;
         };
-        let widths = self.widths;
+        let widths = step.widths;
         let (q_width, v_width) = (widths.score_padded(), widths.value_padded);
         let (queries, grad) = (
-            &self.queries[rows.start * q_width..],
-            &self.grad[rows.start * v_width..],
+            &step.queries[rows.start * q_width..],
+            &step.grad[rows.start * v_width..],
         );
         // A part of the queries, or the gradient, times keys or values: a tile of T × S.
         let pairwise = |a: &[L::Scalar], stride, depth, b: &[L::Scalar], c: &mut [L::Scalar]| {
@@ -478,16 +462,17 @@ impl<L: Lanes, R: RowScore<L>> Work<L> for TileStep<'_, L::Scalar, R> {
                 accumulate: false,
             })
         };
-        let (k, v) = (&self.scratch.k_transposed, &self.scratch.v_transposed);
-        pairwise(queries, q_width, widths.dot, k, &mut self.scratch.scores);
+        let (k, v) = (&step.scratch.k_transposed, &step.scratch.v_transposed);
+        pairwise(queries, q_width, widths.dot, k, &mut step.scratch.scores);
         if R::PHASE {
             let (q, k) = (&queries[widths.dot_padded..], &k[widths.dot * KEY_BLOCK..]);
-            pairwise(q, q_width, widths.phase, k, &mut self.scratch.phases);
+            pairwise(q, q_width, widths.phase, k, &mut step.scratch.phases);
         }
-        pairwise(grad, v_width, widths.value, v, &mut self.scratch.weights);
+        pairwise(grad, v_width, widths.value, v, &mut step.scratch.weights);
 
+        let score = scores[step.head];
         for row in rows.clone() {
-            self.differentiate(lanes, row);
+            step.differentiate(lanes, row, score);
         }
 
         // Sums over queries for the keys, and over keys for the queries.
@@ -534,8 +519,8 @@ impl<L: Lanes, R: RowScore<L>> Work<L> for TileStep<'_, L::Scalar, R> {
             dk,
             dv,
             ..
-        } = &mut *self.scratch;
-        let dq = &mut self.dq[rows.start * q_width..];
+        } = &mut *step.scratch;
+        let dq = &mut step.dq[rows.start * q_width..];
         over_queries(scores, grad, v_width, v_width, dv);
         over_queries(weights, queries, q_width, widths.dot_padded, dk);
         over_keys(weights, k_rows, widths.dot_padded, dq);
@@ -553,7 +538,7 @@ impl<L: Lanes, R: RowScore<L>> Work<L> for TileStep<'_, L::Scalar, R> {
     }
 }
 
-impl<S: Real, R> TileStep<'_, S, R> {
+impl<S: Real> TileStep<'_, S> {
     /// The rows that see anything, and the number of columns up to the last visible one.
     #[inline(always)]
     fn extent(&mut self) -> Option<(Range<usize>, usize)> {
@@ -574,7 +559,7 @@ impl<S: Real, R> TileStep<'_, S, R> {
     /// Turns a row's products q·k, q_P·k_P and grad·v into P, the gradient of q_P·k_P and that of q·k, in the same
     /// places: scores, phases and weights.
     #[inline(always)]
-    fn differentiate<L>(&mut self, lanes: L, row: usize)
+    fn differentiate<L, R>(&mut self, lanes: L, row: usize, score: R)
     where
         L: Lanes<Scalar = S>,
         R: RowScore<L>,
@@ -623,7 +608,7 @@ impl<S: Real, R> TileStep<'_, S, R> {
                     zero
                 },
             };
-            let s = self.score.derivative(lanes, pairs);
+            let s = score.derivative(lanes, pairs);
             let p = lanes.exp(lanes.sub(lanes.sub(s.score, greatest), log_sum));
             let ds = lanes.mul(p, lanes.sub(lanes.load(&weights[at..]), delta));
             lanes.store(p, &mut scores[at..]);

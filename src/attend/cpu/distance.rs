@@ -4,7 +4,7 @@
 use super::lanes::Real;
 use super::visibility::KeyMask;
 use super::{KEY_BLOCK, QUERY_BLOCK};
-use crate::attend::problem::{Resolved, ResolvedScore};
+use crate::attend::problem::{saturating_product, Dims, Resolved, ResolvedScore};
 use crate::positions::PositionTable;
 use rayon::prelude::*;
 
@@ -68,9 +68,8 @@ impl<S: Real> Distances<S> {
         let to = (k_last - q_first).min(if call.causal { 0 } else { window - 1 });
         let margin = (QUERY_BLOCK + KEY_BLOCK) as i64;
         let (from, to) = (from - margin, to + margin);
-        let pairs = [call.dims.b, call.dims.h, call.dims.t, call.dims.s];
-        let pairs = pairs.iter().fold(1usize, |n, x| n.saturating_mul(*x));
-        let longest = LONGEST_TABLE.min(pairs) as i64;
+        let Dims { b, h, t, s, .. } = call.dims;
+        let longest = LONGEST_TABLE.min(saturating_product([b, h, t, s])) as i64;
         if matches!(factor, Factor::One) || to < from || to - from >= longest {
             return untabled;
         }

@@ -5,17 +5,15 @@
 //! block only (decoding), its keys are packed tile by tile and nothing of size S is allocated.
 
 use super::distance::{Distances, LONGEST_TABLE};
+use super::kernel::Scored;
 use super::lanes::{Lanes, Real, Work};
-use super::pack::Aligned;
+use super::pack::{Aligned, Tokens};
 use super::product::{Product, Tile};
 use super::score::{Pairs, RowScore};
 use super::tasks::{share, take};
 use super::visibility::{KeyMask, Sight};
-use super::{
-    scale, Dims, Element, Forward, ForwardJob, RowStatistics, Side, Widths, KEY_BLOCK, QUERY_BLOCK,
-};
-use crate::attend::problem::Resolved;
-use candle_core::WithDType;
+use super::{scale, Dims, ForwardJob, RowStatistics, Side, Widths, KEY_BLOCK, QUERY_BLOCK};
+use crate::attend::problem::{saturating_product, saturating_sum, Resolved};
 use std::ops::Range;
 
 /// How the rows of one call are cut into blocks.
@@ -37,10 +35,11 @@ impl Cut {
         const KEYS: usize = 1024;
         let Dims { b, h, g, t, s, .. } = *dims;
         let group = h / g;
-        let heads = (QUERY_BLOCK / t.max(1)).clamp(1, group);
-        let blocks = group.div_ceil(heads) * t.div_ceil(QUERY_BLOCK);
+        let heads = (QUERY_BLOCK / t.max(1)).min(group).max(1);
+        let blocks = saturating_product([group.div_ceil(heads), t.div_ceil(QUERY_BLOCK)]);
         let parts = if blocks == 1 {
-            TASKS.div_ceil((b * g).max(1)).min(s / KEYS).max(1)
+            let key_heads = saturating_product([b, g]).max(1);
+            TASKS.div_ceil(key_heads).min(s / KEYS).max(1)
         } else {
             1
         };
@@ -52,8 +51,8 @@ impl Cut {
     }
 }
 
-/// Elements beyond the output that [`forward`] allocates at most.
-pub(super) fn workspace_elements<L: Lanes>(dims: &Dims) -> usize {
+/// Elements beyond the output that [`forward`] allocates at most, with vectors of `width`.
+pub(super) fn workspace_elements(dims: &Dims, width: usize) -> usize {
     let Dims {
         b,
         h,
@@ -65,52 +64,53 @@ pub(super) fn workspace_elements<L: Lanes>(dims: &Dims) -> usize {
         ..
     } = *dims;
     let cut = Cut::new(dims);
-    let padded = |x: usize| x.next_multiple_of(L::WIDTH);
+    let padded = |x: usize, to: usize| saturating_product([x.div_ceil(to), to]);
     // A phase pads both of its parts.
-    let (d, e) = (padded(d) + L::WIDTH, padded(e));
-    let pairs = b.saturating_mul(h).saturating_mul(t).saturating_mul(s);
-    let packed = if cut.shared {
-        b * g * s.next_multiple_of(KEY_BLOCK) * (d + e)
-    } else {
-        0
+    let (d, e) = (saturating_sum([padded(d, width), width]), padded(e, width));
+    let packed = match cut.shared {
+        true => saturating_product([b, g, padded(s, KEY_BLOCK), saturating_sum([d, e])]),
+        false => 0,
     };
-    let scratch = QUERY_BLOCK * (d + e + 2 * KEY_BLOCK + L::WIDTH + 3)
-        + KEY_BLOCK * (d + e + 1)
-        + 8 * L::WIDTH.max(16);
-    let partial = if cut.parts > 1 {
-        b * h * t * cut.parts * (e + 2)
-    } else {
-        0
+    let query_row = saturating_sum([d, e, 2 * KEY_BLOCK + width + 3]);
+    let scratch = saturating_sum([
+        saturating_product([QUERY_BLOCK, query_row]),
+        saturating_product([KEY_BLOCK, saturating_sum([d, e, 1])]),
+        8 * width.max(16),
+    ]);
+    let partial = match cut.parts {
+        1 => 0,
+        parts => saturating_product([b, h, t, parts, saturating_sum([e, 2])]),
     };
-    packed
-        .saturating_add(rayon::current_num_threads() * scratch)
-        .saturating_add(partial)
-        .saturating_add(2 * b * h * t)
-        .saturating_add(LONGEST_TABLE.min(pairs))
+    saturating_sum([
+        packed,
+        saturating_product([rayon::current_num_threads(), scratch]),
+        partial,
+        saturating_product([2, b, h, t]),
+        LONGEST_TABLE.min(saturating_product([b, h, t, s])),
+    ])
 }
 
 /// One task: some query rows, and the key blocks they look at.
-struct Block<'a, T: Element> {
+struct Block<'a, S> {
     batch: usize,
     heads: Range<usize>,
     tokens: Range<usize>,
     key_blocks: Range<usize>,
-    result: BlockResult<'a, T>,
+    result: BlockResult<'a, S>,
 }
 
-enum BlockResult<'a, T: Element> {
+enum BlockResult<'a, S> {
     /// All of the keys were seen.
-    Whole(OutputRows<'a, T>),
+    Whole(OutputRows<'a, S>),
     /// Some of them: to be merged.
-    Part(&'a mut Averages<T::Acc>),
+    Part(&'a mut Averages<S>),
 }
 
 /// Where a block's rows go.
-struct OutputRows<'a, T: Element> {
-    out: &'a mut [T],
-    exact: Option<&'a mut [T::Acc]>,
-    greatest: &'a mut [T::Acc],
-    log_sum: &'a mut [T::Acc],
+struct OutputRows<'a, S> {
+    out: &'a mut [S],
+    greatest: &'a mut [S],
+    log_sum: &'a mut [S],
 }
 
 /// Softmax averages under way, a row for each query.
@@ -132,7 +132,7 @@ struct KeyTiles<S> {
 }
 
 /// The memory of one thread.
-struct Scratch<S, R> {
+struct Scratch<S> {
     queries: Aligned<S>,
     scores: Aligned<S>,
     phases: Aligned<S>,
@@ -144,62 +144,48 @@ struct Scratch<S, R> {
     /// m
     greatest: Vec<S>,
     tile: KeyTiles<S>,
-    rows: Vec<Row<R>>,
+    rows: Vec<Row>,
 }
 
 /// What a row of a block is, its numbers aside.
 #[derive(Clone)]
-struct Row<R> {
+struct Row {
     position: i64,
     segment: Option<i64>,
-    score: R,
+    /// Query head.
+    head: usize,
     /// Columns of the tile at hand among which are all visible ones.
     columns: Range<usize>,
 }
 
 /// What all tasks read.
-struct Context<'a, T: Element, F> {
-    job: ForwardJob<'a, T>,
+struct Context<'a, S> {
+    job: ForwardJob<'a, S>,
     widths: Widths,
     queries: Side<'a>,
     keys: Side<'a>,
-    distances: Distances<T::Acc>,
-    row_score: F,
+    distances: Distances<S>,
 }
 
-pub(super) fn forward<T, L, R>(
-    lanes: L,
-    job: ForwardJob<'_, T>,
-    row_score: impl Fn(usize) -> R + Sync,
-) -> Forward<T>
-where
-    T: Element,
-    L: Lanes<Scalar = T::Acc>,
-    R: RowScore<L>,
-{
+/// The output, (B, H, T, E), and the facts about its rows.
+pub(super) fn forward<S: Real>(job: ForwardJob<'_, S>) -> (Vec<S>, RowStatistics<S>) {
     let Dims {
         b, h, g, t, s, e, ..
     } = job.call.dims;
-    let zero = T::Acc::ZERO;
-    let keep_exact = job.save && !same_type::<T>();
-    let mut result = Forward {
-        out: vec![T::from_acc(zero); b * h * t * e],
-        rows: RowStatistics {
-            greatest: vec![T::Acc::NEG_INFINITY; b * h * t],
-            log_sum: vec![zero; b * h * t],
-        },
-        exact_out: keep_exact.then(|| vec![zero; b * h * t * e]),
+    let mut out = vec![S::ZERO; b * h * t * e];
+    let mut rows = RowStatistics {
+        greatest: vec![S::NEG_INFINITY; b * h * t],
+        log_sum: vec![S::ZERO; b * h * t],
     };
     if b * h * t * s == 0 {
-        return result;
+        return (out, rows);
     }
     let context = Context {
-        widths: Widths::new::<L>(job.call),
+        widths: Widths::new(job.call, job.kernel.width()),
         queries: Side::new(&job.call.q_positions, QUERY_BLOCK),
         keys: Side::new(&job.call.k_positions, KEY_BLOCK),
         distances: Distances::new(job.call),
         job,
-        row_score,
     };
     let cut = Cut::new(&context.job.call.dims);
     let key_blocks = s.div_ceil(KEY_BLOCK);
@@ -208,10 +194,9 @@ where
     let mut blocks = Vec::new();
     let mut parts = Vec::new();
     {
-        let out = &mut result.out[..];
-        let (mut out, mut exact) = (out, result.exact_out.as_deref_mut());
-        let mut greatest = &mut result.rows.greatest[..];
-        let mut log_sum = &mut result.rows.log_sum[..];
+        let mut out = &mut out[..];
+        let mut greatest = &mut rows.greatest[..];
+        let mut log_sum = &mut rows.log_sum[..];
         for batch in 0..b {
             for first in (0..h).step_by(h / g).flat_map(|first| {
                 (first..first + h / g)
@@ -228,7 +213,6 @@ where
                         key_blocks: 0..key_blocks,
                         result: BlockResult::Whole(OutputRows {
                             out: take(&mut out, rows * e),
-                            exact: exact.as_mut().map(|exact| take(exact, rows * e)),
                             greatest: take(&mut greatest, rows),
                             log_sum: take(&mut log_sum, rows),
                         }),
@@ -252,7 +236,7 @@ where
                 })
             })
             .collect();
-        context.run_all(lanes, of_parts, packed.as_ref());
+        context.run_all(of_parts, packed.as_ref());
         for (block, parts) in blocks.into_iter().zip(parts.chunks(cut.parts)) {
             if let BlockResult::Whole(rows) = block.result {
                 merge(parts, context.widths.value_padded).store(rows, &context.widths);
@@ -261,18 +245,14 @@ where
     } else {
         // The last queries see the most keys where attention is causal: they must not come last.
         blocks.reverse();
-        context.run_all(lanes, blocks, packed.as_ref());
+        context.run_all(blocks, packed.as_ref());
     }
     drop(parts);
-    result
+    (out, rows)
 }
 
-fn same_type<T: Element>() -> bool {
-    T::DTYPE == T::Acc::DTYPE
-}
-
-impl<T: Element, F: Sync> Context<'_, T, F> {
-    fn pack_keys(&self) -> KeyTiles<T::Acc> {
+impl<S: Real> Context<'_, S> {
+    fn pack_keys(&self) -> KeyTiles<S> {
         let Dims { b, g, s, .. } = self.job.call.dims;
         let blocks = s.div_ceil(KEY_BLOCK);
         let (k_len, v_len) = self.tile_lengths();
@@ -308,49 +288,36 @@ impl<T: Element, F: Sync> Context<'_, T, F> {
         )
     }
 
-    fn pack_tile(
-        &self,
-        b: usize,
-        g: usize,
-        block: usize,
-        keys: &mut [T::Acc],
-        values: &mut [T::Acc],
-    ) {
-        let positions = self.keys.mask(b, block).positions;
-        let (start, widths) = (block * KEY_BLOCK, &self.widths);
-        self.job
-            .k
-            .head(b, g)
-            .copy_transposed(start, positions, keys, KEY_BLOCK);
-        let columns = 0..widths.value;
-        let v = self.job.v.head(b, g);
-        v.copy_rows(
-            start,
-            positions,
-            columns,
-            T::Acc::ONE,
-            values,
-            widths.value_padded,
-        );
+    fn pack_tile(&self, b: usize, g: usize, block: usize, keys: &mut [S], values: &mut [S]) {
+        let tokens = Tokens {
+            batch: b,
+            head: g,
+            start: block * KEY_BLOCK,
+            positions: self.keys.mask(b, block).positions,
+        };
+        let Widths {
+            value,
+            value_padded,
+            ..
+        } = self.widths;
+        self.job.k.copy_transposed(tokens, keys, KEY_BLOCK);
+        let v = self.job.v;
+        v.copy_rows(tokens, 0..value, S::ONE, values, value_padded);
     }
 
-    fn run_all<L, R>(&self, lanes: L, blocks: Vec<Block<'_, T>>, packed: Option<&KeyTiles<T::Acc>>)
-    where
-        L: Lanes<Scalar = T::Acc>,
-        R: RowScore<L>,
-        F: Fn(usize) -> R + Sync,
-    {
+    fn run_all(&self, blocks: Vec<Block<'_, S>>, packed: Option<&KeyTiles<S>>) {
+        let kernel = self.job.kernel;
         let (k_len, v_len) = self.tile_lengths();
         // Tiles that are shared are not packed by the threads.
         let own = usize::from(packed.is_none());
         let scratch = || Scratch {
             queries: Aligned::zeros(QUERY_BLOCK * self.widths.score_padded()),
             scores: Aligned::zeros(QUERY_BLOCK * KEY_BLOCK),
-            phases: Aligned::zeros(usize::from(R::PHASE) * QUERY_BLOCK * KEY_BLOCK),
+            phases: Aligned::zeros(usize::from(kernel.has_phase()) * QUERY_BLOCK * KEY_BLOCK),
             factors: Aligned::zeros(KEY_BLOCK),
             values: Aligned::zeros(QUERY_BLOCK * self.widths.value_padded),
-            sums: Aligned::zeros(QUERY_BLOCK * L::WIDTH),
-            greatest: vec![T::Acc::ZERO; QUERY_BLOCK],
+            sums: Aligned::zeros(QUERY_BLOCK * kernel.width()),
+            greatest: vec![S::ZERO; QUERY_BLOCK],
             tile: KeyTiles {
                 keys: Aligned::zeros(own * k_len),
                 values: Aligned::zeros(own * v_len),
@@ -358,22 +325,12 @@ impl<T: Element, F: Sync> Context<'_, T, F> {
             rows: Vec::with_capacity(QUERY_BLOCK),
         };
         share(blocks, scratch, |scratch, block| {
-            self.run(lanes, scratch, block, packed)
+            self.run(scratch, block, packed)
         });
     }
 
-    fn run<L, R>(
-        &self,
-        lanes: L,
-        scratch: &mut Scratch<T::Acc, R>,
-        block: Block<'_, T>,
-        packed: Option<&KeyTiles<T::Acc>>,
-    ) where
-        L: Lanes<Scalar = T::Acc>,
-        R: RowScore<L>,
-        F: Fn(usize) -> R,
-    {
-        let call = self.job.call;
+    fn run(&self, scratch: &mut Scratch<S>, block: Block<'_, S>, packed: Option<&KeyTiles<S>>) {
+        let ForwardJob { call, kernel, .. } = self.job;
         let Dims { h, g, s, .. } = call.dims;
         let (batch, widths) = (block.batch, &self.widths);
         let rows = block.heads.len() * block.tokens.len();
@@ -404,7 +361,7 @@ impl<T: Element, F: Sync> Context<'_, T, F> {
                     (&k[..], &v[..])
                 }
             };
-            lanes.run(TileStep {
+            kernel.forward(TileStep {
                 rows: &mut scratch.rows[..rows],
                 queries: &scratch.queries,
                 scores: &mut scratch.scores,
@@ -425,8 +382,8 @@ impl<T: Element, F: Sync> Context<'_, T, F> {
 
         let averages = Averages {
             values: scratch.values[..rows * widths.value_padded].to_vec(),
-            sums: (scratch.sums[..rows * L::WIDTH].chunks_exact(L::WIDTH))
-                .map(|sums| lanes.sum(lanes.load(sums)))
+            sums: (scratch.sums.chunks_exact(kernel.width()).take(rows))
+                .map(|sums| kernel.sum(sums))
                 .collect(),
             greatest: scratch.greatest[..rows].to_vec(),
         };
@@ -437,40 +394,40 @@ impl<T: Element, F: Sync> Context<'_, T, F> {
     }
 
     /// Packs the block's queries and empties the sums.
-    fn start<R>(&self, scratch: &mut Scratch<T::Acc, R>, block: &Block<'_, T>)
-    where
-        F: Fn(usize) -> R,
-    {
+    fn start(&self, scratch: &mut Scratch<S>, block: &Block<'_, S>) {
         let call = self.job.call;
         let tokens = block.tokens.clone();
         let positions = &call.q_positions.row(block.batch)[tokens.clone()];
         let segments = call.q_positions.segments(block.batch);
         let stride = tokens.len() * self.widths.score_padded();
-        let scale = T::Acc::from_f64(scale(call));
+        let scale = S::from_f64(scale(call));
         scratch.rows.clear();
         for (head, to) in block.heads.clone().zip(scratch.queries.chunks_mut(stride)) {
-            let q = self.job.q.head(block.batch, head);
-            let widths = &self.widths;
-            widths.copy_score_rows(q, tokens.start, positions, scale, to);
-            let score = |_| (self.row_score)(head);
+            let of_head = Tokens {
+                batch: block.batch,
+                head,
+                start: tokens.start,
+                positions,
+            };
+            self.widths.copy_score_rows(self.job.q, of_head, scale, to);
             scratch
                 .rows
                 .extend(tokens.clone().zip(positions).map(|(token, position)| Row {
                     position: *position,
                     segment: segments.map(|s| s[token]),
-                    score: score(()),
+                    head,
                     columns: 0..KEY_BLOCK,
                 }));
         }
-        scratch.values.fill(T::Acc::ZERO);
-        scratch.sums.fill(T::Acc::ZERO);
-        scratch.greatest.fill(T::Acc::NEG_INFINITY);
+        scratch.values.fill(S::ZERO);
+        scratch.sums.fill(S::ZERO);
+        scratch.greatest.fill(S::NEG_INFINITY);
     }
 }
 
 /// One tile: scores, their exponentials, and the values they weigh.
-struct TileStep<'a, S, R> {
-    rows: &'a mut [Row<R>],
+pub(super) struct TileStep<'a, S> {
+    rows: &'a mut [Row],
     queries: &'a [S],
     scores: &'a mut [S],
     phases: &'a mut [S],
@@ -488,15 +445,16 @@ struct TileStep<'a, S, R> {
     call: &'a Resolved,
 }
 
-impl<L: Lanes, R: RowScore<L>> Work<L> for TileStep<'_, L::Scalar, R> {
+impl<L: Lanes, R: RowScore<L>> Work<L> for Scored<'_, TileStep<'_, L::Scalar>, R> {
     type Output = ();
 
     #[inline(always)]
-    fn run(mut self, lanes: L) {
-        let Some((rows, columns)) = self.extent() else {
+    fn run(self, lanes: L) {
+        let Self { mut step, scores } = self;
+        let Some((rows, columns)) = step.extent() else {
             return;
         };
-        let widths = self.widths;
+        let widths = step.widths;
         let whole_vectors = columns.next_multiple_of(L::WIDTH);
         let q_stride = widths.score_padded();
         lanes.run(Product {
@@ -504,13 +462,13 @@ impl<L: Lanes, R: RowScore<L>> Work<L> for TileStep<'_, L::Scalar, R> {
             columns: whole_vectors,
             depth: widths.dot,
             a: Tile {
-                data: &self.queries[rows.start * q_stride..],
+                data: &step.queries[rows.start * q_stride..],
                 row_stride: q_stride,
                 column_stride: 1,
             },
-            b: self.k_tile,
+            b: step.k_tile,
             b_stride: KEY_BLOCK,
-            c: &mut self.scores[rows.start * KEY_BLOCK..],
+            c: &mut step.scores[rows.start * KEY_BLOCK..],
             c_stride: KEY_BLOCK,
             accumulate: false,
         });
@@ -520,39 +478,39 @@ impl<L: Lanes, R: RowScore<L>> Work<L> for TileStep<'_, L::Scalar, R> {
                 columns: whole_vectors,
                 depth: widths.phase,
                 a: Tile {
-                    data: &self.queries[rows.start * q_stride + widths.dot_padded..],
+                    data: &step.queries[rows.start * q_stride + widths.dot_padded..],
                     row_stride: q_stride,
                     column_stride: 1,
                 },
-                b: &self.k_tile[widths.dot * KEY_BLOCK..],
+                b: &step.k_tile[widths.dot * KEY_BLOCK..],
                 b_stride: KEY_BLOCK,
-                c: &mut self.phases[rows.start * KEY_BLOCK..],
+                c: &mut step.phases[rows.start * KEY_BLOCK..],
                 c_stride: KEY_BLOCK,
                 accumulate: false,
             });
         }
         for row in rows.clone() {
-            self.weigh(lanes, row);
+            step.weigh(lanes, row, scores[step.rows[row].head]);
         }
         lanes.run(Product {
             rows: rows.len(),
             columns: widths.value_padded,
             depth: columns,
             a: Tile {
-                data: &self.scores[rows.start * KEY_BLOCK..],
+                data: &step.scores[rows.start * KEY_BLOCK..],
                 row_stride: KEY_BLOCK,
                 column_stride: 1,
             },
-            b: self.v_tile,
+            b: step.v_tile,
             b_stride: widths.value_padded,
-            c: &mut self.values[rows.start * widths.value_padded..],
+            c: &mut step.values[rows.start * widths.value_padded..],
             c_stride: widths.value_padded,
             accumulate: true,
         });
     }
 }
 
-impl<S: Real, R> TileStep<'_, S, R> {
+impl<S: Real> TileStep<'_, S> {
     /// The rows that see anything, and the number of columns up to the last visible one.
     #[inline(always)]
     fn extent(&mut self) -> Option<(Range<usize>, usize)> {
@@ -570,7 +528,7 @@ impl<S: Real, R> TileStep<'_, S, R> {
 
     /// Turns a row's products into scores and these into e^(s − m), keeping m, l and o in step.
     #[inline(always)]
-    fn weigh<L>(&mut self, lanes: L, row: usize)
+    fn weigh<L, R>(&mut self, lanes: L, row: usize, score: R)
     where
         L: Lanes<Scalar = S>,
         R: RowScore<L>,
@@ -579,8 +537,8 @@ impl<S: Real, R> TileStep<'_, S, R> {
         let Row {
             position,
             segment,
-            score,
             ref columns,
+            ..
         } = self.rows[row];
         let scores = &mut self.scores[row * KEY_BLOCK..][..KEY_BLOCK];
         let mut greatest = lanes.splat(S::NEG_INFINITY);
@@ -659,21 +617,15 @@ impl<S: Real> Averages<S> {
     }
 
     /// Divides by the sums and writes the rows; a row that saw nothing is left as it is: output 0, −∞ and 0.
-    fn store<T: Element<Acc = S>>(&self, mut to: OutputRows<'_, T>, widths: &Widths) {
+    fn store(&self, to: OutputRows<'_, S>, widths: &Widths) {
         for (row, values) in self.values.chunks_exact(widths.value_padded).enumerate() {
             let sum = self.sums[row];
             if sum == S::ZERO {
                 continue;
             }
             let columns = row * widths.value..(row + 1) * widths.value;
-            let normalized = values.iter().map(|o| *o / sum);
-            for (out, o) in to.out[columns.clone()].iter_mut().zip(normalized.clone()) {
-                *out = T::from_acc(o);
-            }
-            if let Some(exact) = &mut to.exact {
-                for (out, o) in exact[columns].iter_mut().zip(normalized) {
-                    *out = o;
-                }
+            for (out, o) in to.out[columns].iter_mut().zip(values) {
+                *out = *o / sum;
             }
             to.greatest[row] = self.greatest[row];
             to.log_sum[row] = sum.ln();

@@ -4,10 +4,10 @@
 //! are safe to call. For speed they must be inlined into a function compiled for those instructions: code over
 //! lanes is written as [`Work`] and started with [`Lanes::run`].
 
-use super::Element;
+use crate::host::Element;
 
 /// The arithmetic type of a kernel.
-pub(super) trait Real: Element<Acc = Self> {
+pub(crate) trait Real: Element<Acc = Self> {
     const ZERO: Self;
     const ONE: Self;
     const INFINITY: Self;
@@ -21,19 +21,19 @@ pub(super) trait Real: Element<Acc = Self> {
 }
 
 /// Something to do on whichever lanes the machine has.
-pub(super) trait Job<S> {
+pub(crate) trait Job<S> {
     type Output;
     fn run<L: Lanes<Scalar = S>>(self, lanes: L) -> Self::Output;
 }
 
 /// Something to do inside a function compiled for the instructions of `L`; `run` must be `inline(always)`.
-pub(super) trait Work<L> {
+pub(crate) trait Work<L> {
     type Output;
     fn run(self, lanes: L) -> Self::Output;
 }
 
 /// Operations on vectors of `WIDTH` scalars.
-pub(super) trait Lanes: Copy + Send + Sync {
+pub(crate) trait Lanes: Copy + Send + Sync + 'static {
     type Scalar: Real;
     type Vector: Copy;
     const NAME: &'static str;

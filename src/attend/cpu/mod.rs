@@ -8,6 +8,7 @@
 mod backward;
 mod distance;
 mod forward;
+mod kernel;
 mod lanes;
 mod pack;
 mod product;
@@ -15,80 +16,22 @@ mod score;
 mod tasks;
 mod visibility;
 
-use super::problem::{Dims, Resolved, ResolvedScore};
+use super::problem::{saturating_product, saturating_sum, Dims, Resolved, ResolvedScore};
+use crate::host::{Element, View};
 use crate::positions::PositionTable;
-use candle_core::{bail, DType, Layout, Result, WithDType};
-use half::{bf16, f16};
-use lanes::{Job, Lanes, Real};
-use score::{Dot, LinearBias, Phase};
+use candle_core::DType;
+use kernel::{Kernel, KernelOf};
+use lanes::{Job, Lanes};
+use pack::Tokens;
 use visibility::{token_blocks, KeyMask, TokenBlock};
+
+pub(crate) use lanes::Real;
+pub(crate) use pack::Rows;
 
 /// Rows of a tile: queries, of one head or of several heads that share keys.
 const QUERY_BLOCK: usize = 96;
 /// Columns of a tile: keys.
 const KEY_BLOCK: usize = 64;
-
-/// A dtype that attention takes, and the one it accumulates in.
-pub(crate) trait Element: WithDType {
-    /// f32, or f64 for f64.
-    #[allow(private_bounds)]
-    type Acc: Real;
-    fn to_acc(self) -> Self::Acc;
-    fn from_acc(acc: Self::Acc) -> Self;
-    /// All of them; no copy where the types are the same.
-    fn from_acc_vec(acc: Vec<Self::Acc>) -> Vec<Self>;
-}
-
-macro_rules! element {
-    ($t:ty, $acc:ty, $to:expr, $from:expr, $from_vec:expr) => {
-        impl Element for $t {
-            type Acc = $acc;
-            #[inline(always)]
-            fn to_acc(self) -> $acc {
-                $to(self)
-            }
-            #[inline(always)]
-            fn from_acc(acc: $acc) -> Self {
-                $from(acc)
-            }
-            fn from_acc_vec(acc: Vec<$acc>) -> Vec<Self> {
-                $from_vec(acc)
-            }
-        }
-    };
-}
-fn round_all<T: Element>(acc: Vec<T::Acc>) -> Vec<T> {
-    acc.into_iter().map(T::from_acc).collect()
-}
-element!(f32, f32, |x| x, |x| x, |x| x);
-element!(f64, f64, |x| x, |x| x, |x| x);
-element!(bf16, f32, bf16::to_f32, bf16::from_f32, round_all);
-element!(f16, f32, f16::to_f32, f16::from_f32, round_all);
-
-/// A strided operand on the host.
-#[derive(Clone, Copy)]
-pub(crate) struct View<'a, T> {
-    /// From the first element on.
-    pub data: &'a [T],
-    pub dims: [usize; 4],
-    pub strides: [usize; 4],
-}
-
-impl<'a, T> View<'a, T> {
-    pub fn new(data: &'a [T], layout: &Layout) -> Result<Self> {
-        match (layout.dims().try_into(), layout.stride().try_into()) {
-            (Ok(dims), Ok(strides)) => Ok(Self {
-                data: data.get(layout.start_offset()..).unwrap_or_default(),
-                dims,
-                strides,
-            }),
-            _ => bail!(
-                "attend: a kernel's operand must be (batch, heads, tokens, width), got {:?}",
-                layout.shape()
-            ),
-        }
-    }
-}
 
 /// What the forward pass computes.
 pub(crate) struct Forward<T: Element> {
@@ -106,14 +49,6 @@ pub(crate) struct RowStatistics<S> {
     pub greatest: Vec<S>,
     /// Natural logarithm of Σ exp(score − greatest), 0 where none is visible.
     pub log_sum: Vec<S>,
-}
-
-/// The forward pass's output, as far as the backward pass can have it.
-pub(crate) enum Output<'a, T: Element> {
-    /// As it was returned.
-    Rounded(View<'a, T>),
-    /// Before it was rounded to half precision.
-    Exact(View<'a, T::Acc>),
 }
 
 pub(crate) struct Gradients<T> {
@@ -137,18 +72,24 @@ pub(crate) fn kernel_name(dtype: DType) -> &'static str {
     }
 }
 
-/// Memory that [`forward`] asks for at most, beyond its output, in bytes.
-pub(crate) fn forward_workspace_bytes(dims: &Dims, accumulate: DType) -> usize {
+/// Memory that [`forward`] of this dtype asks for at most, beyond its output, in bytes.
+pub(crate) fn forward_workspace_bytes(dims: &Dims, dtype: DType) -> usize {
     struct Bytes<'a>(&'a Dims);
     impl<S: Real> Job<S> for Bytes<'_> {
         type Output = usize;
         fn run<L: Lanes<Scalar = S>>(self, _: L) -> usize {
-            forward::workspace_elements::<L>(self.0).saturating_mul(size_of::<S>())
+            forward::workspace_elements(self.0, L::WIDTH).saturating_mul(size_of::<S>())
         }
     }
-    match accumulate {
+    let Dims { b, h, t, e, .. } = *dims;
+    match dtype {
         DType::F64 => f64::with_lanes(Bytes(dims)),
-        _ => f32::with_lanes(Bytes(dims)),
+        DType::F32 => f32::with_lanes(Bytes(dims)),
+        // The output before it is rounded.
+        _ => saturating_sum([
+            f32::with_lanes(Bytes(dims)),
+            saturating_product([b, h, t, e, size_of::<f32>()]),
+        ]),
     }
 }
 
@@ -161,78 +102,62 @@ pub(crate) fn forward<T: Element>(
     v: View<'_, T>,
     save: bool,
 ) -> Forward<T> {
-    T::Acc::with_lanes(ForwardJob {
+    let (out, rows) = forward::forward(ForwardJob {
         call,
-        q,
-        k,
-        v,
-        save,
-    })
-}
-
-struct ForwardJob<'a, T> {
-    call: &'a Resolved,
-    q: View<'a, T>,
-    k: View<'a, T>,
-    v: View<'a, T>,
-    save: bool,
-}
-
-impl<T: Element> Job<T::Acc> for ForwardJob<'_, T> {
-    type Output = Forward<T>;
-
-    fn run<L: Lanes<Scalar = T::Acc>>(self, lanes: L) -> Forward<T> {
-        match &self.call.score {
-            ResolvedScore::Dot { .. } => forward::forward(lanes, self, |_| Dot),
-            ResolvedScore::LinearBias { slopes, .. } => {
-                forward::forward(lanes, self, |h| LinearBias::new(slopes[h]))
-            }
-            ResolvedScore::Phase { .. } => forward::forward(lanes, self, |_| Phase),
-        }
+        kernel: &*T::Acc::with_lanes(KernelOf(call)),
+        q: &q,
+        k: &k,
+        v: &v,
+    });
+    let (out, exact_out) = T::from_acc_vec(out);
+    Forward {
+        out,
+        rows,
+        exact_out: exact_out.filter(|_| save),
     }
 }
 
-/// Gradients for q, k and v from the one for the output, scores computed anew from `rows`. The same on every run
-/// with the same number of threads.
+#[derive(Clone, Copy)]
+struct ForwardJob<'a, S> {
+    call: &'a Resolved,
+    kernel: &'a dyn Kernel<S>,
+    q: &'a dyn Rows<S>,
+    k: &'a dyn Rows<S>,
+    v: &'a dyn Rows<S>,
+}
+
+/// Gradients for q, k and v from the one for the output, scores computed anew from `rows`; `out` is as exact as
+/// there is. The same on every run with the same number of threads.
 pub(crate) fn backward<T: Element>(
     call: &Resolved,
     [q, k, v, grad]: [View<'_, T>; 4],
-    out: Output<'_, T>,
+    out: &dyn Rows<T::Acc>,
     rows: &RowStatistics<T::Acc>,
 ) -> Gradients<T> {
-    T::Acc::with_lanes(BackwardJob {
+    let Gradients { dq, dk, dv } = backward::backward(BackwardJob {
         call,
-        q,
-        k,
-        v,
-        grad,
+        kernel: &*T::Acc::with_lanes(KernelOf(call)),
+        q: &q,
+        k: &k,
+        v: &v,
+        grad: &grad,
         out,
         rows,
-    })
+    });
+    let [dq, dk, dv] = [dq, dk, dv].map(|gradient| T::from_acc_vec(gradient).0);
+    Gradients { dq, dk, dv }
 }
 
-struct BackwardJob<'a, T: Element> {
+#[derive(Clone, Copy)]
+struct BackwardJob<'a, S> {
     call: &'a Resolved,
-    q: View<'a, T>,
-    k: View<'a, T>,
-    v: View<'a, T>,
-    grad: View<'a, T>,
-    out: Output<'a, T>,
-    rows: &'a RowStatistics<T::Acc>,
-}
-
-impl<T: Element> Job<T::Acc> for BackwardJob<'_, T> {
-    type Output = Gradients<T>;
-
-    fn run<L: Lanes<Scalar = T::Acc>>(self, lanes: L) -> Gradients<T> {
-        match &self.call.score {
-            ResolvedScore::Dot { .. } => backward::backward(lanes, self, |_| Dot),
-            ResolvedScore::LinearBias { slopes, .. } => {
-                backward::backward(lanes, self, |h| LinearBias::new(slopes[h]))
-            }
-            ResolvedScore::Phase { .. } => backward::backward(lanes, self, |_| Phase),
-        }
-    }
+    kernel: &'a dyn Kernel<S>,
+    q: &'a dyn Rows<S>,
+    k: &'a dyn Rows<S>,
+    v: &'a dyn Rows<S>,
+    grad: &'a dyn Rows<S>,
+    out: &'a dyn Rows<S>,
+    rows: &'a RowStatistics<S>,
 }
 
 /// Widths of the vectors, and the padding that makes them whole vectors of lanes.
@@ -249,7 +174,8 @@ struct Widths {
 }
 
 impl Widths {
-    fn new<L: Lanes>(call: &Resolved) -> Self {
+    /// For vectors of `width` elements.
+    fn new(call: &Resolved, width: usize) -> Self {
         let Dims { d, e, .. } = call.dims;
         let dot = match call.score {
             ResolvedScore::Phase { amp_dim, .. } => amp_dim,
@@ -259,9 +185,9 @@ impl Widths {
             dot,
             phase: d - dot,
             value: e,
-            dot_padded: dot.next_multiple_of(L::WIDTH),
-            phase_padded: (d - dot).next_multiple_of(L::WIDTH),
-            value_padded: e.next_multiple_of(L::WIDTH),
+            dot_padded: dot.next_multiple_of(width),
+            phase_padded: (d - dot).next_multiple_of(width),
+            value_padded: e.next_multiple_of(width),
         }
     }
 
@@ -276,20 +202,18 @@ impl Widths {
     }
 
     /// Copies rows of q or k, the dot part times `scale`.
-    fn copy_score_rows<T: Element>(
+    fn copy_score_rows<S: Real>(
         &self,
-        head: pack::Head<'_, T>,
-        start: usize,
-        positions: &[i64],
-        scale: T::Acc,
-        to: &mut [T::Acc],
+        from: &dyn Rows<S>,
+        tokens: Tokens<'_>,
+        scale: S,
+        to: &mut [S],
     ) {
         let stride = self.score_padded();
-        head.copy_rows(start, positions, 0..self.dot, scale, to, stride);
+        from.copy_rows(tokens, 0..self.dot, scale, to, stride);
         if self.phase > 0 {
             let to = &mut to[self.dot_padded..];
-            let one = <T::Acc as Real>::ONE;
-            head.copy_rows(start, positions, self.dot..self.score(), one, to, stride);
+            from.copy_rows(tokens, self.dot..self.score(), S::ONE, to, stride);
         }
     }
 }
@@ -339,7 +263,7 @@ mod tests {
     use super::super::{attend_with_lse, AttendSpec, Backend, Problem, Score};
     use super::lanes::on_all_lanes;
     use super::*;
-    use candle_core::{Device, Tensor, Var};
+    use candle_core::{bail, Device, Result, Tensor, Var};
 
     const DIMS: [usize; 7] = [2, 4, 2, 130, 150, 20, 24];
 
@@ -394,39 +318,32 @@ mod tests {
         fn run<L: Lanes<Scalar = f32>>(self, lanes: L) {
             let [q, k, v, grad] = self.inputs;
             let call = self.call;
-            let forward = ForwardJob {
+            let kernel = &*KernelOf(call).run(lanes);
+            let (out, rows) = forward::forward(ForwardJob {
                 call,
-                q,
-                k,
-                v,
-                save: true,
-            };
-            let forward = forward.run(lanes);
+                kernel,
+                q: &q,
+                k: &k,
+                v: &v,
+            });
             let [b, h, _, t, _, _, e] = DIMS;
-            let out = View {
-                data: &forward.out[..],
-                dims: [b, h, t, e],
-                strides: [h * t * e, t * e, e, 1],
-            };
-            let backward = BackwardJob {
+            let gradients = backward::backward(BackwardJob {
                 call,
-                q,
-                k,
-                v,
-                grad,
-                out: Output::Rounded(out),
-                rows: &forward.rows,
-            };
-            let gradients = backward.run(lanes);
-            let rows = forward.rows.greatest.iter().zip(&forward.rows.log_sum);
+                kernel,
+                q: &q,
+                k: &k,
+                v: &v,
+                grad: &grad,
+                out: &View {
+                    data: &out[..],
+                    dims: [b, h, t, e],
+                    strides: [h * t * e, t * e, e, 1],
+                },
+                rows: &rows,
+            });
+            let rows = rows.greatest.iter().zip(&rows.log_sum);
             let lse: Vec<f32> = rows.map(|(greatest, log_sum)| greatest + log_sum).collect();
-            let results = [
-                &forward.out,
-                &lse,
-                &gradients.dq,
-                &gradients.dk,
-                &gradients.dv,
-            ];
+            let results = [&out, &lse, &gradients.dq, &gradients.dk, &gradients.dv];
             for (i, (result, expected)) in results.into_iter().zip(self.expected).enumerate() {
                 assert_eq!(result.len(), expected.len());
                 let greatest = expected.iter().fold(0f64, |a, b| a.max(b.abs()));

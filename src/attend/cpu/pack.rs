@@ -2,7 +2,7 @@
 //! as zeros without being read, so that a NaN there cannot leak.
 
 use super::lanes::Real;
-use super::{Element, View};
+use crate::host::{Element, View};
 use candle_core::WithDType;
 use std::ops::Range;
 
@@ -40,9 +40,39 @@ impl<S> std::ops::DerefMut for Aligned<S> {
     }
 }
 
-/// The tokens of one head of an operand.
+/// Neighbouring tokens of one head.
 #[derive(Clone, Copy)]
-pub(super) struct Head<'a, T> {
+pub(crate) struct Tokens<'a> {
+    pub batch: usize,
+    pub head: usize,
+    /// The first one.
+    pub start: usize,
+    /// Of each; negative is padding.
+    pub positions: &'a [i64],
+}
+
+/// An operand of any dtype and strides, read as `S`.
+pub(crate) trait Rows<S>: Sync {
+    /// The given columns, times `scale`, a row of `to` for each token, `stride` apart.
+    fn copy_rows(
+        &self,
+        tokens: Tokens<'_>,
+        columns: Range<usize>,
+        scale: S,
+        to: &mut [S],
+        stride: usize,
+    );
+
+    /// All columns, a row of `to` for each, `stride` apart; zeros where a row is longer than there are tokens.
+    fn copy_transposed(&self, tokens: Tokens<'_>, to: &mut [S], stride: usize);
+
+    /// Σ of the products of the elements at (batch, head, token) with `with`, in f64.
+    fn dot(&self, at: [usize; 3], with: &[S]) -> S;
+}
+
+/// One head of an operand.
+#[derive(Clone, Copy)]
+struct Head<'a, T> {
     data: &'a [T],
     width: usize,
     token_stride: usize,
@@ -50,7 +80,7 @@ pub(super) struct Head<'a, T> {
 }
 
 impl<T> View<'_, T> {
-    pub(super) fn head(&self, b: usize, h: usize) -> Head<'_, T> {
+    fn head(&self, b: usize, h: usize) -> Head<'_, T> {
         let offset = b * self.strides[0] + h * self.strides[1];
         Head {
             data: self.data.get(offset..).unwrap_or_default(),
@@ -63,7 +93,7 @@ impl<T> View<'_, T> {
 
 impl<T: Element> Head<'_, T> {
     #[inline(always)]
-    pub fn at(&self, token: usize, column: usize) -> T::Acc {
+    fn at(&self, token: usize, column: usize) -> T::Acc {
         self.data[token * self.token_stride + column * self.column_stride].to_acc()
     }
 
@@ -72,80 +102,6 @@ impl<T: Element> Head<'_, T> {
     fn row(&self, token: usize) -> Option<&[T]> {
         let start = token * self.token_stride;
         (self.column_stride == 1).then(|| &self.data[start..start + self.width])
-    }
-
-    /// The given columns of the tokens at `start..start + positions.len()`, times `scale`, a row of `to` for each,
-    /// `stride` apart.
-    pub fn copy_rows(
-        &self,
-        start: usize,
-        positions: &[i64],
-        columns: Range<usize>,
-        scale: T::Acc,
-        to: &mut [T::Acc],
-        stride: usize,
-    ) {
-        let width = columns.len();
-        let rows = positions.iter().zip(to.chunks_mut(stride.max(1)));
-        for (i, (position, to)) in rows.enumerate() {
-            let to = &mut to[..width];
-            if *position < 0 {
-                to.fill(T::Acc::ZERO);
-                continue;
-            }
-            match self.row(start + i) {
-                Some(row) => {
-                    for (to, x) in to.iter_mut().zip(&row[columns.clone()]) {
-                        *to = x.to_acc() * scale;
-                    }
-                }
-                None => {
-                    for (to, column) in to.iter_mut().zip(columns.clone()) {
-                        *to = self.at(start + i, column) * scale;
-                    }
-                }
-            }
-        }
-    }
-
-    /// All columns of the tokens at `start..start + positions.len()`, a row of `to` for each column, `stride`
-    /// apart; zeros where a row is longer than there are tokens.
-    pub fn copy_transposed(
-        &self,
-        start: usize,
-        positions: &[i64],
-        to: &mut [T::Acc],
-        stride: usize,
-    ) {
-        let zero = T::Acc::ZERO;
-        if positions.len() < stride {
-            to[..self.width * stride].fill(zero);
-        }
-        let mut j = 0;
-        while let Some(position) = positions.get(j) {
-            // Four tokens at a time: four neighbours in each row of `to`.
-            let four = positions.get(j..j + 4);
-            if let (Some(rows), true) = (
-                self.four_rows(start + j),
-                four.is_some_and(|four| four.iter().all(|p| *p >= 0)),
-            ) {
-                let [a, b, c, d] = rows.map(|row| row.iter());
-                let columns = to.chunks_mut(stride).zip(a).zip(b).zip(c).zip(d);
-                for ((((to, a), b), c), d) in columns {
-                    to[j..j + 4].copy_from_slice(&[a, b, c, d].map(|x| x.to_acc()));
-                }
-                j += 4;
-                continue;
-            }
-            let columns = to[j..].iter_mut().step_by(stride).take(self.width);
-            for (column, to) in columns.enumerate() {
-                *to = match *position < 0 {
-                    true => zero,
-                    false => self.at(start + j, column),
-                };
-            }
-            j += 1;
-        }
     }
 
     /// The elements of four tokens, where a token's elements are neighbours and there are so many.
@@ -160,24 +116,94 @@ impl<T: Element> Head<'_, T> {
             _ => None,
         }
     }
+}
 
-    /// Σ of the products of one token's elements with `with`, in f64.
-    pub fn dot(&self, token: usize, with: &[T::Acc]) -> T::Acc {
+impl<T: Element> Rows<T::Acc> for View<'_, T> {
+    fn copy_rows(
+        &self,
+        tokens: Tokens<'_>,
+        columns: Range<usize>,
+        scale: T::Acc,
+        to: &mut [T::Acc],
+        stride: usize,
+    ) {
+        let head = self.head(tokens.batch, tokens.head);
+        let width = columns.len();
+        let rows = tokens.positions.iter().zip(to.chunks_mut(stride.max(1)));
+        for (token, (position, to)) in (tokens.start..).zip(rows) {
+            let to = &mut to[..width];
+            if *position < 0 {
+                to.fill(T::Acc::ZERO);
+                continue;
+            }
+            match head.row(token) {
+                Some(row) => {
+                    for (to, x) in to.iter_mut().zip(&row[columns.clone()]) {
+                        *to = x.to_acc() * scale;
+                    }
+                }
+                None => {
+                    for (to, column) in to.iter_mut().zip(columns.clone()) {
+                        *to = head.at(token, column) * scale;
+                    }
+                }
+            }
+        }
+    }
+
+    fn copy_transposed(&self, tokens: Tokens<'_>, to: &mut [T::Acc], stride: usize) {
+        let head = self.head(tokens.batch, tokens.head);
+        let Tokens {
+            start, positions, ..
+        } = tokens;
+        let zero = T::Acc::ZERO;
+        if positions.len() < stride {
+            to[..head.width * stride].fill(zero);
+        }
+        let mut j = 0;
+        while let Some(position) = positions.get(j) {
+            // Four tokens at a time: four neighbours in each row of `to`.
+            let four = positions.get(j..j + 4);
+            if let (Some(rows), true) = (
+                head.four_rows(start + j),
+                four.is_some_and(|four| four.iter().all(|p| *p >= 0)),
+            ) {
+                let [a, b, c, d] = rows.map(|row| row.iter());
+                let columns = to.chunks_mut(stride).zip(a).zip(b).zip(c).zip(d);
+                for ((((to, a), b), c), d) in columns {
+                    to[j..j + 4].copy_from_slice(&[a, b, c, d].map(|x| x.to_acc()));
+                }
+                j += 4;
+                continue;
+            }
+            let columns = to[j..].iter_mut().step_by(stride).take(head.width);
+            for (column, to) in columns.enumerate() {
+                *to = match *position < 0 {
+                    true => zero,
+                    false => head.at(start + j, column),
+                };
+            }
+            j += 1;
+        }
+    }
+
+    fn dot(&self, [b, h, token]: [usize; 3], with: &[T::Acc]) -> T::Acc {
         // Several sums at a time, since each must wait for its last addition.
         const SUMS: usize = 8;
+        let head = self.head(b, h);
         let mut sums = [0f64; SUMS];
         let mut add = |column: usize, x: T::Acc, y: T::Acc| {
             sums[column % SUMS] += x.to_f64() * y.to_f64();
         };
-        match self.row(token) {
+        match head.row(token) {
             Some(row) => {
                 for (column, (x, y)) in row.iter().zip(with).enumerate() {
                     add(column, x.to_acc(), *y);
                 }
             }
             None => {
-                for (column, y) in with[..self.width].iter().enumerate() {
-                    add(column, self.at(token, column), *y);
+                for (column, y) in with[..head.width].iter().enumerate() {
+                    add(column, head.at(token, column), *y);
                 }
             }
         }

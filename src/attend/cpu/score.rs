@@ -24,7 +24,7 @@ pub(super) struct Derivative<V> {
 }
 
 /// The score of one query's row.
-pub(super) trait RowScore<L: Lanes>: Copy + Send + Sync {
+pub(super) trait RowScore<L: Lanes>: Copy + Send + Sync + 'static {
     /// Whether the score differs from the dot product.
     const CHANGES: bool;
     /// Whether there is a second product, q_P·k_P.
