@@ -23,6 +23,14 @@ fn sinusoidal(width: usize) -> Absolute {
     Absolute::new(&AbsoluteConfig::default(), &dims(width), vb).unwrap()
 }
 
+fn unscaled_sinusoidal(width: usize) -> Absolute {
+    let config = AbsoluteConfig::Sinusoidal {
+        theta: 10_000.,
+        scale_embeddings: false,
+    };
+    Absolute::new(&config, &dims(width), VarBuilder::zeros(DType::F64, &CPU)).unwrap()
+}
+
 fn learned(map: &VarMap, max_positions: usize, width: usize) -> Absolute {
     let vb = VarBuilder::from_varmap(map, DType::F64, &CPU);
     let config = AbsoluteConfig::Learned { max_positions };
@@ -70,12 +78,7 @@ fn sinusoidal_embeddings_are_scaled_as_in_the_paper_unless_told_otherwise() {
     let ones = (zeros(1, 1, 4) + 1.).unwrap();
     let at_0 = |encoding: Absolute| values(&encoding.embed(&ones, &Positions::first(1)).unwrap());
     assert_eq!(at_0(sinusoidal(4)), [2., 3., 2., 3.]);
-    let config = AbsoluteConfig::Sinusoidal {
-        theta: 10_000.,
-        scale_embeddings: false,
-    };
-    let plain = Absolute::new(&config, &dims(4), VarBuilder::zeros(DType::F64, &CPU));
-    assert_eq!(at_0(plain.unwrap()), [1., 2., 1., 2.]);
+    assert_eq!(at_0(unscaled_sinusoidal(4)), [1., 2., 1., 2.]);
 }
 
 #[test]
@@ -109,7 +112,7 @@ fn sinusoidal_far_positions_in_half_precision_stay_apart() {
 #[test]
 fn absolute_table_is_added_at_true_positions_and_padding_gets_nothing() {
     let map = VarMap::new();
-    for encoding in [sinusoidal(6), learned(&map, 9, 6)] {
+    for encoding in [unscaled_sinusoidal(6), learned(&map, 9, 6)] {
         let x = Tensor::randn(0f64, 1., (2, 9, 6), &CPU).unwrap();
         let full = encoding.embed(&x, &Positions::first(9)).unwrap();
         let later = encoding.embed(
