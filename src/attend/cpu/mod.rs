@@ -72,7 +72,7 @@ pub(crate) fn kernel_name(dtype: DType) -> &'static str {
     }
 }
 
-/// Memory that [`forward`] of this dtype asks for at most, beyond its output, in bytes.
+/// Memory that [`forward()`] of this dtype asks for at most, beyond its output, in bytes.
 pub(crate) fn forward_workspace_bytes(dims: &Dims, dtype: DType) -> usize {
     struct Bytes<'a>(&'a Dims);
     impl<S: Real> Job<S> for Bytes<'_> {
