@@ -1,13 +1,17 @@
 //! The speeds that this crate promises, as ratios taken in one run: the candidates take turns, so that a machine
 //! that slows down slows all of them. Prints CSV.
 //!
+//! `…_backward` is a whole `backward()` from a scalar loss. Around our own work candle multiplies, adds and zeroes
+//! tensors there, which takes as long for an operation whose gradients cost nothing: `candle_backward`. `…_bwd` is
+//! the difference of the two, round by round.
+//!
 //! `cargo bench --bench ratios`; with `--test` every shape shrinks and nothing is a measurement.
 
 #![allow(missing_docs)]
 
 mod peers;
 
-use candle_core::{Result, Tensor, Var};
+use candle_core::{CpuStorage, CustomOp3, Layout, Result, Shape, Tensor, Var, WithDType};
 use candle_posenc::{attend, plan, AttendSpec, Score};
 use std::time::Instant;
 
@@ -16,10 +20,13 @@ const HEAD_DIM: usize = 64;
 
 fn main() -> Result<()> {
     let toy = std::env::args().any(|arg| arg == "--test");
-    let rounds = if toy { 1 } else { 7 };
-    let lengths = if toy { [64, 128] } else { [512, 4096] };
+    let runs = if toy {
+        [(64, 1), (128, 1)]
+    } else {
+        [(512, 41), (4096, 9)]
+    };
     println!("what,shape,median_ms,min_ms,peer,ratio_of_medians,ratio_of_minima");
-    for t in lengths {
+    for (t, rounds) in runs {
         let [q, k, v] = [(); 3]
             .map(|()| peers::normal((1, HEADS, t, HEAD_DIM)).and_then(|x| Var::from_tensor(&x)));
         let (q, k, v) = (q?, k?, v?);
@@ -29,7 +36,7 @@ fn main() -> Result<()> {
             alpha: 0.1,
             phase_scale: None,
         });
-        if t == lengths[1] {
+        if t == runs[1].0 {
             eprintln!("plain: {}", plan(&q, &k, &v, &plain)?);
             eprintln!("tapa: {}", plan(&q, &k, &v, &tapa)?);
         }
@@ -38,20 +45,36 @@ fn main() -> Result<()> {
         let (fq, fk, fv) = (fq?, fk?, fv?);
         let upstream = peers::normal((1, HEADS, t, HEAD_DIM))?;
         let forward = |spec: &AttendSpec| attend(&dq, &dk, &dv, spec);
-        let loss = |spec: &AttendSpec| (attend(&q, &k, &v, spec)? * &upstream)?.sum_all();
-        let (plain_loss, tapa_loss) = (loss(&plain)?, loss(&tapa)?);
+        let loss = |out: Result<Tensor>| (out? * &upstream)?.sum_all();
+        let plain_loss = loss(attend(&q, &k, &v, &plain))?;
+        let tapa_loss = loss(attend(&q, &k, &v, &tapa))?;
+        let free_loss = loss(q.apply_op3(&k, &v, Free([dq.clone(), dk.clone(), dv.clone()])))?;
 
         let mut timings = Timings::default();
-        for _ in 0..rounds {
-            timings.time("plain_fwd", || forward(&plain))?;
-            timings.time("tapa_fwd", || forward(&tapa))?;
-            timings.time("plain_bwd", || backward(&plain_loss))?;
-            timings.time("tapa_bwd", || backward(&tapa_loss))?;
-            timings.time("candle_flash_fwd", || peers::candle_flash(&fq, &fk, &fv))?;
-            if t <= 1024 {
-                timings.time("candle_dense_fwd", || peers::dense_causal(&dq, &dk, &dv))?;
-            }
+        let mut candidates: Vec<Candidate> = vec![
+            ("plain_fwd", Box::new(|| forward(&plain))),
+            ("tapa_fwd", Box::new(|| forward(&tapa))),
+            ("candle_backward", Box::new(|| backward(&free_loss))),
+            ("plain_backward", Box::new(|| backward(&plain_loss))),
+            ("tapa_backward", Box::new(|| backward(&tapa_loss))),
+            (
+                "candle_flash_fwd",
+                Box::new(|| peers::candle_flash(&fq, &fk, &fv)),
+            ),
+        ];
+        if t <= 1024 {
+            let dense = || peers::dense_causal(&dq, &dk, &dv);
+            candidates.push(("candle_dense_fwd", Box::new(dense)));
         }
+        for _ in 0..rounds {
+            for (what, run) in &candidates {
+                timings.time(what, run)?;
+            }
+            // Whoever comes first finds the memory that others have just given back, and pays for it.
+            candidates.reverse();
+        }
+        timings.subtract("plain_bwd", "plain_backward", "candle_backward");
+        timings.subtract("tapa_bwd", "tapa_backward", "candle_backward");
         let shape = format!("b1_h{HEADS}_t{t}_d{HEAD_DIM}_f32_causal");
         for (what, peer) in [
             ("plain_fwd", "candle_flash_fwd"),
@@ -60,6 +83,8 @@ fn main() -> Result<()> {
             ("tapa_fwd", "plain_fwd"),
             ("plain_bwd", "plain_fwd"),
             ("tapa_bwd", "tapa_fwd"),
+            ("plain_backward", "plain_fwd"),
+            ("tapa_backward", "tapa_fwd"),
         ] {
             timings.print(what, &shape, peer);
         }
@@ -67,7 +92,42 @@ fn main() -> Result<()> {
     Ok(())
 }
 
-/// The backward pass with candle's own work around it: one product with the upstream gradient.
+type Candidate<'a> = (&'static str, Box<dyn Fn() -> Result<Tensor> + 'a>);
+
+/// An operation of attention's shape that does nothing, whose gradients are there already.
+struct Free([Tensor; 3]);
+
+impl CustomOp3 for Free {
+    fn name(&self) -> &'static str {
+        "free"
+    }
+
+    fn cpu_fwd(
+        &self,
+        _: &CpuStorage,
+        q: &Layout,
+        _: &CpuStorage,
+        _: &Layout,
+        _: &CpuStorage,
+        _: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
+        let zeros = vec![0f32; q.shape().elem_count()];
+        Ok((f32::to_cpu_storage_owned(zeros), q.shape().clone()))
+    }
+
+    fn bwd(
+        &self,
+        _: &Tensor,
+        _: &Tensor,
+        _: &Tensor,
+        _: &Tensor,
+        _: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
+        let [dq, dk, dv] = self.0.clone().map(Some);
+        Ok((dq, dk, dv))
+    }
+}
+
 fn backward(loss: &Tensor) -> Result<Tensor> {
     loss.backward()?;
     Ok(loss.clone())
@@ -88,6 +148,15 @@ impl Timings {
             None => self.0.push((what, vec![elapsed])),
         }
         Ok(())
+    }
+
+    /// A new candidate: the difference of two, round by round.
+    fn subtract(&mut self, what: &'static str, whole: &str, part: &str) {
+        let of = |what: &str| self.0.iter().find(|(name, _)| *name == what);
+        if let (Some((_, whole)), Some((_, part))) = (of(whole), of(part)) {
+            let rest = whole.iter().zip(part).map(|(a, b)| a - b).collect();
+            self.0.push((what, rest));
+        }
     }
 
     /// (median, minimum)
