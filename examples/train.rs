@@ -95,7 +95,7 @@ struct Options {
     #[arg(
         long,
         value_name = "N",
-        default_value_t = 700,
+        default_value_t = 600,
         default_value_if("toy", "true", "40")
     )]
     steps: usize,

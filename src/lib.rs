@@ -3,9 +3,9 @@
 //! In candle today rotary embeddings, the fused softmax and `RmsNorm::forward` drop gradients without an error, and
 //! flash attention has no backward pass. Here every operation on the way has one:
 //!
-//! - [`attend`]: softmax attention over any score, fused, forward and backward, memory linear in the length;
+//! - [`attend()`]: softmax attention over any score, fused, forward and backward, memory linear in the length;
 //!   [`plan`] tells which code will run, and why.
-//! - [`rotate`]: rotation of heads, differentiable in the head and in the table.
+//! - [`rotate()`]: rotation of heads, differentiable in the head and in the table.
 //! - [`encoding`]: RoPE with every length extension, ALiBi, TAPA, TAPE, absolute, none, or [your own](Encoding).
 //! - [`Llama`]: a model that takes any of them, with a [`KvCache`].
 //!
@@ -43,7 +43,7 @@
 //!
 //! [`Positions`] is the only source of positions: a span with an offset for decoding and shards, or explicit ones for
 //! left-padded batches and packed documents. Nothing is inferred from a tensor's length but the default of
-//! [`attend`], whose last query meets the last key.
+//! [`attend()`], whose last query meets the last key.
 //!
 //! # Letters
 //!
