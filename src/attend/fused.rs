@@ -70,14 +70,15 @@ impl FusedAttention {
         }
     }
 
-    fn forward<T: Element>(
-        &self,
-        q: View<'_, T>,
-        k: View<'_, T>,
-        v: View<'_, T>,
-    ) -> Result<CpuStorage> {
+    fn forward<T: Element>(&self, [q, k, v]: [(&CpuStorage, &Layout); 3]) -> Result<CpuStorage> {
         let Dims { b, h, t, e, .. } = self.call.dims;
-        let result = cpu::forward(&self.call, q, k, v, self.save);
+        let result = cpu::forward(
+            &self.call,
+            View::<T>::new(q.0.as_slice()?, q.1)?,
+            View::new(k.0.as_slice()?, k.1)?,
+            View::new(v.0.as_slice()?, v.1)?,
+            self.save,
+        );
         if self.save {
             let device = candle_core::Device::Cpu;
             let saved = Saved {
@@ -154,33 +155,13 @@ impl CustomOp3 for FusedAttention {
         v_layout: &Layout,
     ) -> Result<(CpuStorage, Shape)> {
         let Dims { b, h, t, e, .. } = self.call.dims;
-        let out = match (q, k, v) {
-            (CpuStorage::F32(q), CpuStorage::F32(k), CpuStorage::F32(v)) => self.forward(
-                View::new(q, q_layout)?,
-                View::new(k, k_layout)?,
-                View::new(v, v_layout)?,
-            )?,
-            (CpuStorage::F64(q), CpuStorage::F64(k), CpuStorage::F64(v)) => self.forward(
-                View::new(q, q_layout)?,
-                View::new(k, k_layout)?,
-                View::new(v, v_layout)?,
-            )?,
-            (CpuStorage::BF16(q), CpuStorage::BF16(k), CpuStorage::BF16(v)) => self.forward(
-                View::new(q, q_layout)?,
-                View::new(k, k_layout)?,
-                View::new(v, v_layout)?,
-            )?,
-            (CpuStorage::F16(q), CpuStorage::F16(k), CpuStorage::F16(v)) => self.forward(
-                View::new(q, q_layout)?,
-                View::new(k, k_layout)?,
-                View::new(v, v_layout)?,
-            )?,
-            _ => bail!(
-                "attend: q, k and v must share f32, f64, bf16 or f16, got {:?}, {:?} and {:?}",
-                q.dtype(),
-                k.dtype(),
-                v.dtype()
-            ),
+        let operands = [(q, q_layout), (k, k_layout), (v, v_layout)];
+        let out = match q.dtype() {
+            DType::F32 => self.forward::<f32>(operands)?,
+            DType::F64 => self.forward::<f64>(operands)?,
+            DType::BF16 => self.forward::<bf16>(operands)?,
+            DType::F16 => self.forward::<f16>(operands)?,
+            other => bail!("attend: dtype {other:?} is not supported (f32, f64, bf16, f16 are)"),
         };
         Ok((out, Shape::from((b, h, t, e))))
     }
