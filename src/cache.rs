@@ -108,7 +108,10 @@ impl KvCache {
         let (pos, segment) = match &self.positions {
             Positions::Span { start, len: cached } => {
                 let start = start.saturating_add_unsigned(*cached as u64);
-                return Ok(Positions::Span { start, len });
+                return Ok(Positions::Span {
+                    start: start.max(0),
+                    len,
+                });
             }
             Positions::Explicit { pos, segment } => (pos, segment),
         };
