@@ -776,6 +776,20 @@ fn misfits_give_errors_that_name_them() -> Result<()> {
 }
 
 #[test]
+fn capacity_beyond_memory_is_refused_when_it_is_needed() -> Result<()> {
+    let model = frozen(&config(EncodingConfig::Nope), DType::F32, BACKENDS[0])?;
+    for capacity in [usize::MAX, usize::MAX / 64] {
+        let mut cache = KvCache::with_capacity(3, capacity);
+        let (tokens, positions) = (tokens(1, 2, 1)?, Positions::first(2));
+        let result = model.forward_at(&tokens, &positions, Some(&mut cache), &mut planned());
+        let error = result.err().map(|e| e.to_string()).unwrap_or_default();
+        assert!(error.contains(&capacity.to_string()), "{error}");
+        assert!(cache.is_empty());
+    }
+    Ok(())
+}
+
+#[test]
 fn cache_step_used_out_of_order_gives_errors() -> Result<()> {
     let mut cache = KvCache::new(1);
     let x = Tensor::zeros((1, 2, 3, 4), DType::F32, &Device::Cpu)?;
