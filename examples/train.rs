@@ -306,7 +306,11 @@ fn print_reach(model: &Llama, text: &Text, length: usize, device: &Device) -> Re
     let mut whole = Vec::new();
     for reach in REACH {
         let context = format!("{} ({reach}×)", reach * length);
-        match perplexity(model, held_out, reach * length, device) {
+        let part = match held_out.len() > reach * length {
+            true => held_out,
+            false => &text.held_out[..],
+        };
+        match perplexity(model, part, reach * length, device) {
             Ok(found) => {
                 println!(
                     "{context:>14}  {:>8}  {:>8.3}  {:>12.3}",
