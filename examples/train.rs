@@ -28,6 +28,9 @@ const REACH: [usize; 4] = [1, 2, 4, 8];
 /// Windows that the longest context gets, where the held-out part is long enough. All contexts read the same bytes.
 const LONGEST_WINDOWS: usize = 8;
 const TEMPERATURE: f64 = 0.8;
+/// Sizes beyond these would end in a failed allocation.
+const MOST_WEIGHTS: usize = 1 << 30;
+const MOST_TOKENS: usize = 1 << 20;
 
 /// Train a byte-level LLaMA with any positional encoding on any text, then print a sample and the perplexity at
 /// 1, 2, 4 and 8 times the training length.
@@ -139,7 +142,8 @@ fn run(options: &Options) -> Result<()> {
     let text = Text::open(&options.text, options.length)?;
     let prompt = prompt(options, &text)?;
     if let Some(out) = &options.out {
-        std::fs::create_dir_all(out).map_err(|e| about(out, e))?;
+        // Before training: a folder that cannot be written to should not cost a model.
+        save_config(&config, out)?;
     }
 
     let device = Device::Cpu;
@@ -149,7 +153,8 @@ fn run(options: &Options) -> Result<()> {
     print_facts(&model, &vars, &text, options)?;
     train(&model, &vars, &text, options, &device)?;
     if let Some(out) = &options.out {
-        save(&config, &vars, out)?;
+        vars.save(out.join("model.safetensors"))?;
+        println!("saved      {}", out.display());
     }
     print_reach(&model, &text, options.length, &device)?;
     print_sample(&model, &prompt, options, &device)
@@ -219,6 +224,18 @@ fn model_config(options: &Options) -> Result<LlamaConfig> {
     if width % heads != 0 {
         bail!("--heads must divide --width; {heads} does not divide {width}")
     }
+    let width_squared = width.saturating_mul(width);
+    // Projections and the feed-forward part; the embeddings.
+    let weights = layers
+        .saturating_mul(12)
+        .saturating_mul(width_squared)
+        .saturating_add(width.saturating_mul(256));
+    if weights > MOST_WEIGHTS {
+        bail!("--layers {layers} of --width {width} make more than {MOST_WEIGHTS} weights")
+    }
+    if batch.saturating_mul(length) > MOST_TOKENS {
+        bail!("--batch {batch} of --length {length} make more than {MOST_TOKENS} bytes in a step")
+    }
     if heads % kv_heads != 0 {
         bail!("--kv-heads must divide --heads; {kv_heads} does not divide {heads}")
     }
@@ -280,13 +297,7 @@ fn train(
 
 /// The table of perplexities by context.
 fn print_reach(model: &Llama, text: &Text, length: usize, device: &Device) -> Result<()> {
-    let longest = length * REACH[REACH.len() - 1];
-    // Whole windows of the longest context and the byte after them, so that every context reads the same bytes.
-    let windows = (text.held_out.len().saturating_sub(1) / longest).min(LONGEST_WINDOWS);
-    let held_out = match windows {
-        0 => &text.held_out[..],
-        n => &text.held_out[..n * longest + 1],
-    };
+    let held_out = common_part(&text.held_out, length);
     println!("\nPerplexity per byte of held-out text: 1 is certainty, 256 a blind guess. Last quarter: of the bytes with the most context.");
     println!(
         "{:>14}  {:>8}  {:>8}  {:>12}",
@@ -295,7 +306,11 @@ fn print_reach(model: &Llama, text: &Text, length: usize, device: &Device) -> Re
     let mut whole = Vec::new();
     for reach in REACH {
         let context = format!("{} ({reach}×)", reach * length);
-        match perplexity(model, held_out, reach * length, device) {
+        let part = match held_out.len() > reach * length {
+            true => held_out,
+            false => &text.held_out[..],
+        };
+        match perplexity(model, part, reach * length, device) {
             Ok(found) => {
                 println!(
                     "{context:>14}  {:>8}  {:>8.3}  {:>12.3}",
@@ -322,6 +337,16 @@ fn print_reach(model: &Llama, text: &Text, length: usize, device: &Device) -> Re
     Ok(())
 }
 
+/// Whole windows of the longest context that fits and the byte after them, so that every context that fits reads the
+/// same bytes.
+fn common_part(held_out: &[u8], length: usize) -> &[u8] {
+    let windows = |reach: &usize| held_out.len().saturating_sub(1) / (reach * length);
+    match REACH.iter().rev().find(|reach| windows(reach) > 0) {
+        Some(reach) => &held_out[..windows(reach).min(LONGEST_WINDOWS) * reach * length + 1],
+        None => held_out,
+    }
+}
+
 /// The prompt and what the model writes on, up to the training length.
 fn print_sample(model: &Llama, prompt: &[u8], options: &Options, device: &Device) -> Result<()> {
     let mut rng = StdRng::seed_from_u64(options.seed);
@@ -334,18 +359,15 @@ fn print_sample(model: &Llama, prompt: &[u8], options: &Options, device: &Device
 
 /// Bytes as text that leaves a terminal as it was.
 fn printable(bytes: &[u8]) -> String {
-    let shown = |c: char| c == '\n' || !c.is_control();
+    let shown = |c: char| matches!(c, '\n' | '\t') || !c.is_control();
     String::from_utf8_lossy(bytes).replace(|c| !shown(c), "\u{fffd}")
 }
 
-fn save(config: &LlamaConfig, vars: &SeededVars, folder: &Path) -> Result<()> {
+fn save_config(config: &LlamaConfig, folder: &Path) -> Result<()> {
+    std::fs::create_dir_all(folder).map_err(|e| about(folder, e))?;
     let path = folder.join("config.json");
     let json = serde_json::to_string_pretty(config).map_err(Error::wrap)?;
-    std::fs::write(&path, json + "\n").map_err(|e| about(&path, e))?;
-    let path = folder.join("model.safetensors");
-    vars.save(&path)?;
-    println!("saved      {}", folder.display());
-    Ok(())
+    std::fs::write(&path, json + "\n").map_err(|e| about(&path, e))
 }
 
 #[cfg(test)]
@@ -367,6 +389,9 @@ mod tests {
             (["--length", "1"], "--length"),
             (["--lr", "-1"], "--lr"),
             (["--lr", "inf"], "--lr"),
+            (["--width", "10000000000000000000"], "--width"),
+            (["--layers", "10000000000"], "--layers"),
+            (["--batch", "1000000000000"], "--batch"),
             (["--config", "no such file"], "no such file"),
         ] {
             let told_of = message(&model_config(&options(&words)).unwrap_err());
@@ -383,6 +408,13 @@ mod tests {
     }
 
     #[test]
+    fn common_part_of_any_text_is_whole_windows_of_every_context_that_fits() {
+        for (held_out, bytes) in [(33, 33), (70, 65), (200, 129), (257, 257), (9999, 2049)] {
+            assert_eq!(common_part(&vec![0; held_out], 32).len(), bytes);
+        }
+    }
+
+    #[test]
     fn run_learning_rate_too_high_stops_and_names_the_step() {
         let error = run(&options(&["--toy", "--lr", "1e30"])).unwrap_err();
         let told = message(&error);
@@ -393,8 +425,22 @@ mod tests {
     }
 
     #[test]
+    fn run_folder_that_cannot_be_written_to_refused_before_training() -> Result<()> {
+        let folder = std::env::temp_dir().join(format!("train-blocked-{}", std::process::id()));
+        // A folder in the place of the file.
+        let blocked = folder.join("config.json");
+        std::fs::create_dir_all(&blocked).map_err(|e| about(&blocked, e))?;
+        let out = folder.display().to_string();
+        // Training would fail at this rate, and tell so.
+        let words = ["--toy", "--lr", "1e30", "--out", &out];
+        let told = message(&run(&options(&words)).unwrap_err());
+        assert!(told.contains("config.json"), "{told}");
+        std::fs::remove_dir_all(&folder).map_err(|e| about(&folder, e))
+    }
+
+    #[test]
     fn printable_control_characters_and_broken_text_replaced() {
-        assert_eq!(printable(b"a\x1b[\xffb\n"), "a\u{fffd}[\u{fffd}b\n");
+        assert_eq!(printable(b"a\x1b[\xffb\tc\n"), "a\u{fffd}[\u{fffd}b\tc\n");
     }
 
     #[test]

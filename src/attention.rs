@@ -124,12 +124,15 @@ impl Attention {
     /// x (B,T,C) → encoded q (B,H,T,D), k (B,G,T,D), v (B,G,T,E).
     fn project(&self, x: &Tensor, encoding: &dyn Encoding, state: &PosState) -> Result<Qkv> {
         let ModelDims {
-            heads, kv_heads, ..
+            heads,
+            kv_heads,
+            head_dim,
+            ..
         } = self.dims;
         let qkv = Qkv {
-            q: split_heads(&self.q_proj.forward(x)?, heads)?, // (B,H,T,D)
-            k: split_heads(&self.k_proj.forward(x)?, kv_heads)?, // (B,G,T,D)
-            v: split_heads(&self.v_proj.forward(x)?, kv_heads)?, // (B,G,T,D)
+            q: split_heads(&self.q_proj.forward(x)?, heads, head_dim)?, // (B,H,T,D)
+            k: split_heads(&self.k_proj.forward(x)?, kv_heads, head_dim)?, // (B,G,T,D)
+            v: split_heads(&self.v_proj.forward(x)?, kv_heads, head_dim)?, // (B,G,T,D)
         };
         encoding.encode(self.layer, qkv, state)
     }
@@ -146,9 +149,9 @@ impl Attention {
 }
 
 /// (B, T, N·D) → (B, N, T, D), a view.
-fn split_heads(x: &Tensor, heads: usize) -> Result<Tensor> {
+fn split_heads(x: &Tensor, heads: usize, head_dim: usize) -> Result<Tensor> {
     let (b, t, _) = x.dims3()?;
-    x.reshape((b, t, heads, ()))?.transpose(1, 2)
+    x.reshape((b, t, heads, head_dim))?.transpose(1, 2)
 }
 
 /// A projection without bias.

@@ -108,7 +108,10 @@ impl KvCache {
         let (pos, segment) = match &self.positions {
             Positions::Span { start, len: cached } => {
                 let start = start.saturating_add_unsigned(*cached as u64);
-                return Ok(Positions::Span { start, len });
+                return Ok(Positions::Span {
+                    start: start.max(0),
+                    len,
+                });
             }
             Positions::Explicit { pos, segment } => (pos, segment),
         };
@@ -358,7 +361,14 @@ fn write(
         _ => {
             let old = old.filter(|_| len > 0);
             let capacity = old.map_or(reserve, |old| 2 * old.dims()[2]);
-            let slots = needed.max(capacity).next_multiple_of(64);
+            let slots = needed.max(capacity).checked_next_multiple_of(64);
+            let bytes = [b, g, width, size_of::<f64>()]
+                .into_iter()
+                .try_fold(slots.unwrap_or(usize::MAX), usize::checked_mul);
+            let slots = match (slots, bytes) {
+                (Some(slots), Some(bytes)) if bytes <= isize::MAX as usize => slots,
+                _ => bail!("cache: {capacity} tokens of {b} rows are more than memory can address"),
+            };
             let buffer = Tensor::zeros((b, g, slots, width), new.dtype(), new.device())?;
             if let Some(old) = old {
                 buffer.slice_set(&old.narrow(2, 0, len)?.contiguous()?, 2, 0)?;

@@ -89,7 +89,8 @@ impl SeededVars {
     /// When the file cannot be read, lacks a variable or holds it in another shape; then nothing is changed.
     pub fn load(&self, path: impl AsRef<Path>) -> Result<()> {
         let path = path.as_ref();
-        let stored = candle_core::safetensors::load(path, &Device::Cpu)?;
+        let stored = candle_core::safetensors::load(path, &Device::Cpu)
+            .map_err(|error| error.with_path(path))?;
         let mut changes = Vec::new();
         for (name, var) in self.named() {
             match stored.get(&name) {
@@ -313,6 +314,8 @@ mod tests {
         let error = other.load(&path).unwrap_err().to_string();
         assert!(error.contains("[7]") && error.contains("[6]"), "{error}");
         assert_eq!(values(&other, "w", 6, NORMAL), before);
-        std::fs::remove_file(path).unwrap();
+        std::fs::remove_file(&path).unwrap();
+        let error = other.load(&path).unwrap_err().to_string();
+        assert!(error.contains("seeded_vars_"), "{error}");
     }
 }

@@ -123,6 +123,26 @@ impl LlamaConfig {
                 self.num_key_value_heads
             )
         }
+        let head_dim = self.dims().head_dim;
+        for (name, (rows, columns)) in [
+            ("vocab_size · hidden_size", (self.vocab_size, width)),
+            (
+                "intermediate_size · hidden_size",
+                (self.intermediate_size, width),
+            ),
+            ("num_attention_heads · head_dim", (heads, head_dim)),
+            (
+                "num_attention_heads · head_dim · hidden_size",
+                (heads.saturating_mul(head_dim), width),
+            ),
+        ] {
+            let bytes = rows
+                .checked_mul(columns)
+                .and_then(|n| n.checked_mul(size_of::<f64>()));
+            if bytes.is_none_or(|bytes| bytes > isize::MAX as usize) {
+                bail!("config: {name} is more than memory can address, with {rows} · {columns}")
+            }
+        }
         if !(self.rms_norm_eps.is_finite() && self.rms_norm_eps > 0.) {
             bail!(
                 "config: rms_norm_eps {} must be finite and above 0",
@@ -306,6 +326,12 @@ impl Llama {
         };
         let weights = self.embed_tokens.embeddings();
         let shape = (batch, len, self.config.hidden_size);
+        let bytes = [batch, len, self.config.hidden_size, size_of::<f64>()]
+            .into_iter()
+            .try_fold(1usize, usize::checked_mul);
+        if batch == 0 || len == 0 || bytes.is_none_or(|bytes| bytes > isize::MAX as usize) {
+            bail!("llama: {batch} rows of {len} tokens cannot be planned for")
+        }
         let x = Tensor::zeros(shape, weights.dtype(), weights.device())?;
         let state = (self.encoding).begin(&x, &Positions::first(len), &mut Ctx::default())?;
         block.attention.plan(&x, &*self.encoding, &state)
@@ -364,6 +390,16 @@ impl Llama {
         let x = self.embed_tokens.forward(tokens)?; // (B,T,C)
         let x = self.encoding.embed(&x, positions)?;
         let mut x = zero_padding(&x, positions)?;
+        // What one call draws would not fit what others left in the cache.
+        let mut without_draws = Ctx {
+            train: ctx.train,
+            rng: None,
+            planned_len: ctx.planned_len,
+        };
+        let ctx = match cache {
+            Some(_) => &mut without_draws,
+            None => ctx,
+        };
         let mut state = self.encoding.begin(&x, positions, ctx)?;
         let mut step = cache
             .map(|cache| cache.step(&state.positions, b))

@@ -206,6 +206,8 @@ fn absolute_what_does_not_fit_is_refused() {
     })
     .is_err());
     assert!(new(AbsoluteConfig::Learned { max_positions: 0 }).is_err());
+    let widthless = Absolute::new(&AbsoluteConfig::default(), &dims(0), vb());
+    assert!(widthless.is_err_and(|error| error.to_string().contains("width 0")));
     let encoding = sinusoidal(4);
     assert!(encoding
         .embed(&zeros(1, 3, 4), &Positions::first(2))

@@ -6,8 +6,8 @@ use candle_posenc::encoding::{
     alibi_slopes, Alibi, AlibiConfig, Rope, RopeConfig, RopeFrequencies, RopeScaling, Yarn,
 };
 use candle_posenc::{
-    attend, convert_layout, rotate, AttendSpec, Backend, Ctx, Encoding, Layout, ModelDims,
-    Positions, Qkv, Rotation, Score,
+    attend, convert_layout, rotate, AttendSpec, Backend, Ctx, Encoding, EncodingConfig, Layout,
+    ModelDims, Positions, Qkv, Rotation, Score,
 };
 use rand::{rngs::StdRng, SeedableRng};
 use rand_distr::{Distribution, StandardNormal};
@@ -1147,6 +1147,69 @@ fn from_hf_what_it_cannot_read_is_refused_by_name_and_value() {
         &["long_factor", "[1.0,null]"],
     );
     refuses(json!([]), &["config", "[]"]);
+}
+
+#[test]
+fn from_hf_parameters_stated_elsewhere_are_refused_and_not_overlooked() {
+    let refuses = |config: Value, parts: &[&str]| {
+        assert_refuses(RopeConfig::from_hf(&config), parts);
+    };
+    refuses(
+        json!({"text_config": {"rope_theta": 5e5}}),
+        &["text_config"],
+    );
+    refuses(
+        json!({"rotary_pct": 0.25, "rotary_emb_base": 10000}),
+        &["rotary_pct", "0.25"],
+    );
+    refuses(
+        json!({"rope_theta": 1e6, "rope_local_base_freq": 1e4}),
+        &["rope_local_base_freq", "10000"],
+    );
+    refuses(json!({"global_rope_theta": 1.6e5}), &["global_rope_theta"]);
+    // The newer generation says all in one place; what it keeps of the older is no contradiction.
+    let both = json!({
+        "rotary_pct": 0.25,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}
+    });
+    assert_eq!(
+        RopeConfig::from_hf(&both).unwrap().partial_rotary_factor,
+        0.25
+    );
+}
+
+#[test]
+fn encoding_config_with_a_misspelt_field_is_refused_by_its_name() {
+    for (text, field) in [
+        (r#"{"type": "rope", "rope_theta": 5e5}"#, "rope_theta"),
+        (
+            r#"{"type": "rope", "scaling": {"rope_type": "yarn", "factr": 4}}"#,
+            "factr",
+        ),
+        (
+            r#"{"type": "rope", "scaling": {"rope_type": "linear", "factor": 4, "x": 1}}"#,
+            "x",
+        ),
+        (
+            r#"{"type": "rope", "scaling": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0], "x": 1}}"#,
+            "x",
+        ),
+        (r#"{"type": "alibi", "slope": [1.0]}"#, "slope"),
+        (
+            r#"{"type": "absolute", "table": "sinusoidal", "base": 3}"#,
+            "base",
+        ),
+        (r#"{"type": "tapa", "beta": 3}"#, "beta"),
+        (r#"{"type": "tape", "ropes": {}}"#, "ropes"),
+    ] {
+        let error = serde_json::from_str::<EncodingConfig>(text)
+            .expect_err(text)
+            .to_string();
+        assert!(
+            error.contains(&format!("unknown field `{field}`")),
+            "{text}: {error}"
+        );
+    }
 }
 
 #[test]

@@ -8,6 +8,7 @@ use candle_posenc::{
     Backend, Ctx, Encoding, EncodingConfig, KvCache, Llama, LlamaConfig, PosState, Positions, Qkv,
     Score,
 };
+use rand::{rngs::StdRng, SeedableRng};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::Arc;
 use toy::*;
@@ -560,6 +561,31 @@ fn pass_that_fails_leaves_the_cache_as_it_was() -> Result<()> {
 }
 
 #[test]
+fn training_with_a_cache_draws_no_shift_that_calls_disagree_about() -> Result<()> {
+    for (name, encoding) in encodings() {
+        let (model, _) = trained(&config(encoding), DType::F64, BACKENDS[0])?;
+        let tokens = tokens(2, 8, 3)?;
+        let mut rng = StdRng::seed_from_u64(1);
+        let mut cache = KvCache::new(model.config().num_hidden_layers);
+        let mut parts = Vec::new();
+        for (start, len) in [(0, 5), (5, 3)] {
+            let mut ctx = Ctx {
+                train: true,
+                rng: Some(&mut rng),
+                ..planned()
+            };
+            let part = tokens.narrow(1, start, len)?;
+            let start = start as i64;
+            let positions = Positions::Span { start, len };
+            parts.push(model.forward_at(&part, &positions, Some(&mut cache), &mut ctx)?);
+        }
+        let whole = whole(&model, &tokens, &Positions::first(8))?;
+        assert_close(&Tensor::cat(&parts, 1)?, &whole, name);
+    }
+    Ok(())
+}
+
+#[test]
 fn gradients_through_the_cache_equal_those_of_the_whole_pass() -> Result<()> {
     for (name, encoding) in encodings() {
         for backend in BACKENDS {
@@ -653,6 +679,13 @@ fn next_positions_follow_each_row() -> Result<()> {
         Positions::Span { start: 7, len: 2 }
     ));
 
+    // Padding only, as in the second row below.
+    let cache = fill(&Positions::Span { start: -5, len: 3 }, 1)?;
+    assert!(matches!(
+        cache.next_positions(2)?,
+        Positions::Span { start: 0, len: 2 }
+    ));
+
     let cache = fill(&Positions::left_padded(&[2, 0, 5], &Device::Cpu)?, 3)?;
     assert_eq!(
         read(cache.next_positions(2)?)?,
@@ -739,6 +772,20 @@ fn misfits_give_errors_that_name_them() -> Result<()> {
 
     let error = plain_cache()?.truncate(5).unwrap_err().to_string();
     assert!(error.contains("4 tokens to 5"), "{error}");
+    Ok(())
+}
+
+#[test]
+fn capacity_beyond_memory_is_refused_when_it_is_needed() -> Result<()> {
+    let model = frozen(&config(EncodingConfig::Nope), DType::F32, BACKENDS[0])?;
+    for capacity in [usize::MAX, usize::MAX / 64] {
+        let mut cache = KvCache::with_capacity(3, capacity);
+        let (tokens, positions) = (tokens(1, 2, 1)?, Positions::first(2));
+        let result = model.forward_at(&tokens, &positions, Some(&mut cache), &mut planned());
+        let error = result.err().map(|e| e.to_string()).unwrap_or_default();
+        assert!(error.contains(&capacity.to_string()), "{error}");
+        assert!(cache.is_empty());
+    }
     Ok(())
 }
 

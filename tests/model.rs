@@ -392,6 +392,39 @@ fn config_through_json_is_the_same() -> Result<()> {
 }
 
 #[test]
+fn config_of_sizes_whose_product_overflows_is_refused_by_name() {
+    let huge = usize::MAX / 2 + 1;
+    let refuses = |change: &dyn Fn(&mut LlamaConfig), name: &str| {
+        let mut config = config(EncodingConfig::Nope);
+        change(&mut config);
+        let vb = SeededVars::new(0).builder(DType::F32, &Device::Cpu);
+        let error = Llama::new(&config, vb).err().expect(name).to_string();
+        assert!(error.contains(name), "{error}");
+    };
+    refuses(
+        &|c| c.head_dim = Some(huge),
+        "num_attention_heads · head_dim",
+    );
+    refuses(&|c| c.vocab_size = huge, "vocab_size · hidden_size");
+    refuses(
+        &|c| c.intermediate_size = huge,
+        "intermediate_size · hidden_size",
+    );
+    refuses(&|c| c.hidden_size = huge, "vocab_size · hidden_size");
+}
+
+#[test]
+fn plan_for_no_token_or_more_than_memory_addresses_is_refused_with_both_sizes() -> Result<()> {
+    let model = frozen(&config(EncodingConfig::Nope), DType::F32, BACKENDS[0])?;
+    for (batch, len) in [(0, 4), (4, 0), (usize::MAX, 2), (1 << 40, 1 << 40)] {
+        let error = model.plan(0, batch, len).expect_err("an error").to_string();
+        let told = format!("{batch} rows of {len} tokens");
+        assert!(error.contains(&told), "{error}");
+    }
+    Ok(())
+}
+
+#[test]
 fn config_that_makes_no_model_is_refused_by_name() {
     let base = || config(EncodingConfig::Nope);
     for (config, expected) in [

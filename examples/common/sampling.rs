@@ -18,7 +18,7 @@ pub fn write_on(
     if prompt.is_empty() {
         bail!("writing on needs a prompt of at least one byte")
     }
-    let mut cache = KvCache::new(model.config().num_hidden_layers);
+    let mut cache = KvCache::new(model.config().num_hidden_layers).without_gradients();
     let mut written = Vec::with_capacity(count);
     let mut fresh = prompt.to_vec();
     while written.len() < count {

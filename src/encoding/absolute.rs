@@ -19,7 +19,7 @@ use serde::{Deserialize, Serialize};
 
 /// Parameters of [`Absolute`].
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-#[serde(tag = "table", rename_all = "snake_case")]
+#[serde(tag = "table", rename_all = "snake_case", deny_unknown_fields)]
 pub enum AbsoluteConfig {
     /// Sines and cosines, for any position.
     Sinusoidal {
@@ -76,8 +76,11 @@ impl Absolute {
     /// deviation 0.02.
     ///
     /// # Errors
-    /// When θ or the number of positions is out of range, or the weight is missing or has another shape.
+    /// When the width is 0, θ or the number of positions is out of range, or the weight is missing or has another shape.
     pub fn new(config: &AbsoluteConfig, dims: &ModelDims, vb: VarBuilder) -> Result<Self> {
+        if dims.width == 0 {
+            bail!("absolute: a model of width 0 has nothing to add to")
+        }
         let mut scale = 1.;
         let table = match *config {
             AbsoluteConfig::Sinusoidal {

@@ -20,7 +20,7 @@ use std::sync::Arc;
 
 /// Parameters of [`Alibi`].
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
-#[serde(default)]
+#[serde(default, deny_unknown_fields)]
 pub struct AlibiConfig {
     /// One slope for each query head, per token of distance; `None` takes [`alibi_slopes`]. A model that holds only
     /// some of the heads states theirs here.

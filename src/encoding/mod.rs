@@ -1,6 +1,6 @@
 //! Positional encodings: each one a file, each one an [`Encoding`].
 //!
-//! Attention never asks which encoding it has. An encoding acts through six hooks, and each does nothing unless
+//! Attention never asks which encoding it has. An encoding acts through five hooks, and each does nothing unless
 //! the encoding says otherwise:
 //!
 //! | | embed | begin | encode | score | update |
@@ -68,7 +68,8 @@ pub struct PosState {
 pub struct Ctx<'a> {
     /// Whether the model is being trained.
     pub train: bool,
-    /// Source of what training draws at random (TAPE's shift of all positions). Without one nothing is drawn.
+    /// Source of what training draws at random (TAPE's shift of all positions). Without one nothing is drawn,
+    /// nor by a [`Llama`](crate::Llama) with a cache, whose calls must agree.
     pub rng: Option<&'a mut dyn Rng>,
     /// Number of tokens that the whole generation will reach, its prompt included. RoPE scalings whose
     /// frequencies depend on the length (dynamic, longrope) fix them by it, so that keys in a cache and later

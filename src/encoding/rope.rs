@@ -43,7 +43,7 @@ use serde_json::Value;
 /// # }
 /// ```
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-#[serde(default)]
+#[serde(default, deny_unknown_fields)]
 pub struct RopeConfig {
     /// θ, above 1.
     pub theta: f64,
@@ -73,10 +73,12 @@ impl RopeConfig {
     ///
     /// # Errors
     /// When the rope type is unknown, a field it needs is missing, a field has another kind of value, or two places
-    /// contradict each other; the message names the field and its value. Ranges are checked by
+    /// contradict each other, or where the parameters have other names (`rotary_pct`, …) or are in a `text_config`, which
+    /// is then what to give; the message names the field and its value. Ranges are checked by
     /// [`frequencies`](Self::frequencies), which knows the sizes.
     pub fn from_hf(config: &Value) -> Result<Self> {
         let outside = Fields::of(config, "config")?;
+        refuse_other_names(&outside)?;
         let none = serde_json::Map::new();
         let inside = match (outside.get("rope_parameters"), outside.get("rope_scaling")) {
             (Some(new), Some(old)) if new != old => {
@@ -204,6 +206,32 @@ impl RopeConfig {
         }
         Ok(chosen)
     }
+}
+
+/// Refuses a configuration that states its RoPE where it would be overlooked.
+fn refuse_other_names(config: &Fields) -> Result<()> {
+    if config.get("rope_parameters").is_some() {
+        return Ok(());
+    }
+    for name in [
+        "rotary_pct",
+        "rotary_emb_base",
+        "rotary_dim",
+        "rope_local_base_freq",
+        "global_rope_theta",
+        "local_rope_theta",
+    ] {
+        if let Some(value) = config.get(name) {
+            bail!("rope: {name} {value} is not supported; state rope_theta and partial_rotary_factor, for all layers")
+        }
+    }
+    let named = |name| config.get(name).is_some();
+    if named("text_config") && !named("rope_theta") && !named("rope_scaling") {
+        bail!(
+            "rope: the config has a text_config and no rope_theta beside it; give the text_config"
+        )
+    }
+    Ok(())
 }
 
 /// RoPE, with every length extension: turns queries and keys (Su et al., arXiv 2104.09864v5).

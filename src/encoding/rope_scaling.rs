@@ -24,7 +24,7 @@ use std::f64::consts::PI;
 
 /// A length extension, named and parametrised as Hugging Face does in `rope_scaling` and `rope_parameters`.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
-#[serde(tag = "rope_type", rename_all = "lowercase")]
+#[serde(tag = "rope_type", rename_all = "lowercase", deny_unknown_fields)]
 pub enum RopeScaling {
     /// ω_j as it is.
     #[default]
@@ -79,7 +79,7 @@ pub enum RopeScaling {
 /// where m(a) = 0.1·a·ln s + 1. One of the two alone has no effect. With both equal it is 1: DeepSeek models then
 /// multiply the softmax scale by m² instead, which is `AttendSpec::scale`'s to do.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-#[serde(default)]
+#[serde(default, deny_unknown_fields)]
 pub struct Yarn {
     /// s, at least 1; by default the model's longest length divided by L.
     pub factor: Option<f64>,
@@ -117,6 +117,7 @@ impl Default for Yarn {
 /// LongRoPE: ω_j divided by a factor of its own, from one list up to L tokens and from another beyond; cosines and
 /// sines multiplied by `attention_factor`, by default √(1 + ln s / ln L), 1 for s ≤ 1.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct LongRope {
     /// R/2 divisors for N ≤ L.
     pub short_factor: Vec<f64>,

@@ -134,7 +134,7 @@ impl Tapa {
     ///
     /// # Errors
     /// When `theta · head_dim` is not a whole number in 1..head_dim, `alpha` or the gain is not a finite number
-    /// above 0, or a weight is missing or has another shape.
+    /// above 0, max_positions^alpha is beyond f32, or a weight is missing or has another shape.
     pub fn new(config: &TapaConfig, dims: &ModelDims, vb: VarBuilder) -> Result<Self> {
         let TapaConfig {
             theta,
@@ -144,6 +144,10 @@ impl Tapa {
         } = *config;
         if !(alpha.is_finite() && alpha > 0.) {
             bail!("tapa: alpha {alpha} must be finite and above 0")
+        }
+        let farthest = dims.max_positions as f64;
+        if farthest.powf(alpha) > f64::from(f32::MAX) {
+            bail!("tapa: alpha {alpha} is too large: {farthest} tokens to its power overflow f32")
         }
         let gains = (0..dims.layers)
             .map(|layer| {

@@ -57,8 +57,8 @@ pub struct TapeConfig {
     /// Factor η of both updates.
     pub step: f64,
     /// Whether training moves all tokens of a call by a distance drawn from 0..=2·max_positions, by [`Ctx::rng`].
-    /// Outputs do not depend on it but for rounding. It is not drawn for sequences longer than max_positions, nor with
-    /// frequencies that depend on the length (dynamic, longrope).
+    /// Outputs do not depend on it but for rounding. It is not drawn for sequences longer than max_positions, with
+    /// frequencies that depend on the length (dynamic, longrope), nor by a [`Llama`](crate::Llama) with a cache.
     pub random_shift: bool,
 }
 
