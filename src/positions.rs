@@ -191,6 +191,12 @@ impl PositionTable {
         self.segment.is_some()
     }
 
+    /// The least and the greatest position, padding aside; `None` where all is padding.
+    pub fn bounds(&self) -> Option<(i64, i64)> {
+        let real = || self.pos.iter().copied().filter(|p| *p >= 0);
+        real().min().zip(real().max())
+    }
+
     /// Whether any token is padding.
     pub fn has_padding(&self) -> bool {
         self.pos.iter().any(|p| *p < 0)

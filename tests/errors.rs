@@ -287,6 +287,15 @@ fn parameters_that_overflow_the_accumulator_are_refused_where_they_do() -> Resul
 }
 
 #[test]
+fn phase_whose_distances_overflow_is_refused() -> Result<()> {
+    // 5^100 is beyond f32, and 6 keys stand up to 5 tokens apart from a query.
+    refused_spec(phase(4, 100., None), &["distance 5", "100"])?;
+    let x = zeros(&[1, 1, 4, 8])?.to_dtype(DType::F64)?;
+    attend(&x, &x, &x, &phase(4, 100., None))?;
+    Ok(())
+}
+
+#[test]
 fn window_of_nothing_is_refused() -> Result<()> {
     for causal in [true, false] {
         refused_spec(

@@ -211,12 +211,16 @@ impl Problem {
                 amp_dim,
                 alpha,
                 phase_scale,
-            } => ResolvedScore::Phase {
-                amp_dim: *amp_dim,
-                alpha: *alpha,
-                scale: spec.scale.unwrap_or(inverse_sqrt(*amp_dim)),
-                phase_scale: phase_scale.unwrap_or(inverse_sqrt(d - amp_dim)),
-            },
+            } => {
+                let phase_scale = phase_scale.unwrap_or(inverse_sqrt(d - amp_dim));
+                self.check_turns(*alpha, phase_scale, &q, &k)?;
+                ResolvedScore::Phase {
+                    amp_dim: *amp_dim,
+                    alpha: *alpha,
+                    scale: spec.scale.unwrap_or(inverse_sqrt(*amp_dim)),
+                    phase_scale,
+                }
+            }
         };
         Ok(Resolved {
             dims,
@@ -226,6 +230,32 @@ impl Problem {
             q_positions: q,
             k_positions: k,
         })
+    }
+
+    /// Checks that the factor of the phase, |m − n|^alpha · phase_scale, is finite at the greatest distance there is.
+    fn check_turns(
+        &self,
+        alpha: f64,
+        phase_scale: f64,
+        q: &PositionTable,
+        k: &PositionTable,
+    ) -> Result<()> {
+        let (Some((q_first, q_last)), Some((k_first, k_last))) = (q.bounds(), k.bounds()) else {
+            return Ok(());
+        };
+        let distance = q_last.abs_diff(k_first).max(k_last.abs_diff(q_first));
+        let factor = (distance as f64).powf(alpha) * phase_scale;
+        let finite = match self.dtype {
+            DType::F64 => factor.is_finite(),
+            _ => (factor as f32).is_finite(),
+        };
+        if !finite {
+            bail!(
+                "attend: at distance {distance}, |m − n|^{alpha:?} · {phase_scale:?} is not finite in the dtype that {:?} is computed in",
+                self.dtype
+            )
+        }
+        Ok(())
     }
 }
 

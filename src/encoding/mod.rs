@@ -73,7 +73,7 @@ pub struct Ctx<'a> {
     pub rng: Option<&'a mut dyn Rng>,
     /// Number of tokens that the whole generation will reach, its prompt included. RoPE scalings whose
     /// frequencies depend on the length (dynamic, longrope) fix them by it, so that keys in a cache and later
-    /// queries agree.
+    /// queries agree. Nothing remembers it: give the same in every call of a generation.
     pub planned_len: Option<usize>,
 }
 

@@ -200,7 +200,7 @@ impl RopeConfig {
         let earlier = planned.max(first);
         if first > 0 && self.scaling.depends_on_length() && chosen != at(earlier)? {
             bail!(
-                "rope: {} frequencies for a length of {len} tokens differ from those for {earlier}, by which keys before position {first} were rotated; set Ctx::planned_len, from the first call on, to the length that the whole generation will reach",
+                "rope: {} frequencies for a length of {len} tokens differ from those for {earlier}, by which keys before position {first} were rotated; set Ctx::planned_len, in every call, to the length that the whole generation will reach",
                 self.scaling.name()
             )
         }
@@ -240,7 +240,7 @@ fn refuse_other_names(config: &Fields) -> Result<()> {
 /// With dynamic and longrope scaling a row's frequencies are those for N = max([`Ctx::planned_len`], last position + 1)
 /// tokens, the same for every token of the row, and nothing is remembered between calls. Keys in a cache keep the
 /// frequencies that they were rotated with. A generation that crosses a length at which frequencies change must therefore
-/// state, from its first call on, the length that it will reach in [`Ctx::planned_len`]. A call whose row begins at a
+/// state in every call the length that it will reach, in [`Ctx::planned_len`]. A call whose row begins at a
 /// position above 0 and whose frequencies differ from those for the tokens before it is an error that names both
 /// lengths: the cached keys and the new queries would disagree.
 #[derive(Debug, Clone)]

@@ -5,7 +5,6 @@ use super::lanes::Real;
 use super::visibility::KeyMask;
 use super::{KEY_BLOCK, QUERY_BLOCK};
 use crate::attend::problem::{saturating_product, Dims, Resolved, ResolvedScore};
-use crate::positions::PositionTable;
 use rayon::prelude::*;
 
 /// Longest table, in entries.
@@ -58,7 +57,7 @@ impl<S: Real> Distances<S> {
             first: 0,
         };
         let (Some((q_first, q_last)), Some((k_first, k_last))) =
-            (bounds(&call.q_positions), bounds(&call.k_positions))
+            (call.q_positions.bounds(), call.k_positions.bounds())
         else {
             return untabled;
         };
@@ -111,15 +110,4 @@ impl<S: Real> Distances<S> {
         }
         scratch
     }
-}
-
-/// Least and greatest position, padding aside.
-fn bounds(positions: &PositionTable) -> Option<(i64, i64)> {
-    let real = || {
-        (0..positions.rows)
-            .flat_map(|row| positions.row(row))
-            .copied()
-            .filter(|p| *p >= 0)
-    };
-    real().min().zip(real().max())
 }
