@@ -51,6 +51,14 @@ pub(crate) struct RowStatistics<S> {
     pub log_sum: Vec<S>,
 }
 
+impl<S: Real> RowStatistics<S> {
+    /// Whether the row has no weight at all. One whose scores are NaN may have the greatest score −∞, but not the
+    /// logarithm 0.
+    fn saw_nothing(&self, row: usize) -> bool {
+        self.greatest[row] == S::NEG_INFINITY && self.log_sum[row] == S::ZERO
+    }
+}
+
 pub(crate) struct Gradients<T> {
     pub dq: Vec<T>,
     pub dk: Vec<T>,
