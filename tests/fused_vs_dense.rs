@@ -422,6 +422,53 @@ fn attend_nan_gradient_of_padded_query_does_not_leak() -> Result<()> {
     Ok(())
 }
 
+/// Queries 5 and 17 stand before every key; they are not padding.
+#[test]
+fn attend_nan_of_query_without_keys_does_not_leak_into_gradients() -> Result<()> {
+    let shape = shape([1, 2, 1, 40, 40, 8, 8]);
+    let clean = Inputs::new(shape, 551)?;
+    let sees = |i: i64| !matches!(i, 5 | 17);
+    let at = |pos: Vec<i64>| Positions::explicit(Tensor::from_vec(pos, (1, 40), &CPU)?, None);
+    let queries = at((0..40).map(|i| if sees(i) { i + 100 } else { 0 }).collect())?;
+    let keys = at((100..140).collect())?;
+    let blind: Vec<i64> = (0..40).map(|i| if sees(i) { 0 } else { -1 }).collect();
+    let operands: Operands = |x| Ok(x.clone());
+    for score in scores(shape) {
+        let spec = AttendSpec::causal()
+            .with_score(score)
+            .with_positions(queries.clone(), keys.clone());
+        let expected = run(&clean, DType::F32, &spec, Backend::Fused, operands)?;
+        let spoiled = Inputs {
+            q: spoil_padding(&clean.q, &blind)?,
+            k: clean.k.clone(),
+            v: clean.v.clone(),
+            grad: spoil_padding(&clean.grad, &blind)?,
+        };
+        let spoiled = run(&spoiled, DType::F32, &spec, Backend::Fused, operands)?;
+        for ((name, expected), (_, spoiled)) in expected.iter().zip(&spoiled) {
+            assert_eq!(values(expected)?, values(spoiled)?, "{name}; {spec:?}");
+        }
+    }
+    Ok(())
+}
+
+/// A single NaN score leaves the greatest score at −∞, as if nothing had been seen.
+#[test]
+fn attend_nan_of_the_only_key_shows_in_gradients() -> Result<()> {
+    let mut inputs = Inputs::new(shape([1, 1, 1, 1, 1, 4, 4]), 552)?;
+    inputs.k = (&inputs.k * f64::NAN)?;
+    let spec = AttendSpec::causal();
+    for backend in [Backend::Dense, Backend::Fused] {
+        for (name, x) in run(&inputs, DType::F32, &spec, backend, |x| Ok(x.clone()))? {
+            assert!(
+                values(&x)?.iter().all(|x| x.is_nan()),
+                "{name}, {backend:?}"
+            );
+        }
+    }
+    Ok(())
+}
+
 #[test]
 fn attend_strided_operands_equals_dense() -> Result<()> {
     let shape = shape([2, 2, 2, 70, 70, 18, 18]);

@@ -24,6 +24,15 @@ impl Operand {
         }
     }
 
+    /// Whether its elements lie one behind another: how far apart the elements of a dimension of one would be
+    /// matters to nobody.
+    pub(super) fn is_contiguous(&self) -> bool {
+        let contiguous = Self::contiguous(self.dims);
+        let strides = self.strides.iter().zip(contiguous.strides);
+        (strides.zip(self.dims))
+            .all(|((stride, contiguous), size)| size <= 1 || *stride == contiguous)
+    }
+
     fn of(t: &Tensor, name: &str) -> Result<Self> {
         match (t.dims().try_into(), t.stride().try_into()) {
             (Ok(dims), Ok(strides)) => Ok(Self { dims, strides }),

@@ -240,14 +240,25 @@ impl<S: Real> Context<'_, S> {
             tasks,
             || (),
             |_, (head, start, ((q, grad), delta))| {
+                let first = head * t + start;
                 let (batch, head) = (head / h, head % h);
-                let positions = self.job.call.q_positions.row(batch);
-                let positions = &positions[start..start + delta.len()];
+                // A query that saw nothing is padding here, whatever is in it and in its gradient: 0 · NaN is NaN.
+                let positions = self.job.call.q_positions.row(batch)[start..].iter();
+                let positions: Vec<i64> = positions
+                    .zip(first..first + delta.len())
+                    .map(|(position, row)| {
+                        if self.job.rows.saw_nothing(row) {
+                            -1
+                        } else {
+                            *position
+                        }
+                    })
+                    .collect();
                 let tokens = Tokens {
                     batch,
                     head,
                     start,
-                    positions,
+                    positions: &positions,
                 };
                 let BackwardJob {
                     q: queries,

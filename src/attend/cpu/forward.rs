@@ -71,7 +71,8 @@ pub(super) fn workspace_elements(dims: &Dims, width: usize) -> usize {
         true => saturating_product([b, g, padded(s, KEY_BLOCK), saturating_sum([d, e])]),
         false => 0,
     };
-    let query_row = saturating_sum([d, e, 2 * KEY_BLOCK + width + 3]);
+    // The values twice: they are copied out.
+    let query_row = saturating_sum([d, e, e, 2 * KEY_BLOCK + width + 3]);
     let scratch = saturating_sum([
         saturating_product([QUERY_BLOCK, query_row]),
         saturating_product([KEY_BLOCK, saturating_sum([d, e, 1])]),
