@@ -350,7 +350,8 @@ impl Llama {
     }
 
     /// Logits of tokens that stand at `positions`, seeing also the tokens in a cache, to which they are added.
-    /// Tokens at negative positions are padding: their logits are 0 and their embeddings are not read.
+    /// Tokens at negative positions are padding: their logits are 0 and their embeddings are not read. Positions are
+    /// taken at their word: to go on behind what is cached, pass [`KvCache::next_positions`].
     ///
     /// # Shapes
     /// tokens (B, T), `u32` or `i64` → (B, T, V).

@@ -66,6 +66,9 @@ impl Positions {
     /// Documents packed one behind another: row `b` holds documents of lengths `rows[b]`, each starting at
     /// position 0 in a segment of its own. Shorter rows are padded on the right.
     ///
+    /// Documents do not see each other, but a next-token loss over the row has targets that cross from one document
+    /// into the next: leave those out.
+    ///
     /// # Errors
     /// When `rows` is empty.
     pub fn packed(rows: &[Vec<usize>], device: &Device) -> Result<Self> {

@@ -35,7 +35,8 @@ pub enum Score {
     Dot,
     /// `scale · q·k − slope_h · |m − n|`: ALiBi (Press et al., arXiv 2108.12409).
     LinearBias {
-        /// One slope for each of the H query heads, per token of distance.
+        /// One slope for each of the H query heads, per token of distance: `alibi_slopes(heads).into()` for
+        /// [the authors'](crate::encoding::alibi_slopes).
         slopes: Arc<[f64]>,
     },
     /// `scale · q_A·k_A · cos(2π |m − n|^alpha · phase_scale · q_P·k_P)`: TAPA (Wang et al., arXiv 2509.12635v1,
