@@ -12,7 +12,7 @@ use super::pack::{Aligned, Tokens};
 use super::product::{Product, Tile};
 use super::score::{Pairs, RowScore};
 use super::tasks::{share, take};
-use super::visibility::{KeyMask, Sight};
+use super::visibility::{extent, KeyMask, Sight};
 use super::{scale, BackwardJob, Dims, Gradients, Side, Widths, KEY_BLOCK};
 use crate::attend::problem::Resolved;
 use std::ops::Range;
@@ -561,10 +561,7 @@ impl<S: Real> TileStep<'_, S> {
         for (columns, position) in of_rows.iter_mut().zip(self.positions) {
             *columns = self.keys.columns(*position, self.call);
         }
-        let first = of_rows.iter().position(|columns| !columns.is_empty())?;
-        let last = of_rows.iter().rposition(|columns| !columns.is_empty())?;
-        let columns = of_rows.iter().map(|columns| columns.end).max()?;
-        Some((first..last + 1, columns))
+        extent(of_rows.iter())
     }
 
     /// Turns a row's products q·k, q_P·k_P and grad·v into P, the gradient of q_P·k_P and that of q·k, in the same

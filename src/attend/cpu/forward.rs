@@ -11,7 +11,7 @@ use super::pack::{Aligned, Tokens};
 use super::product::{Product, Tile};
 use super::score::{Pairs, RowScore};
 use super::tasks::{share, take};
-use super::visibility::{KeyMask, Sight};
+use super::visibility::{extent, KeyMask, Sight};
 use super::{scale, Dims, ForwardJob, RowStatistics, Side, Widths, KEY_BLOCK, QUERY_BLOCK};
 use crate::attend::problem::{saturating_product, saturating_sum, Resolved};
 use std::ops::Range;
@@ -521,10 +521,7 @@ impl<S: Real> TileStep<'_, S> {
         for row in self.rows.iter_mut() {
             row.columns = self.keys.columns(row.position, self.call);
         }
-        let first = self.rows.iter().position(|row| !row.columns.is_empty())?;
-        let last = self.rows.iter().rposition(|row| !row.columns.is_empty())?;
-        let columns = self.rows.iter().map(|row| row.columns.end).max()?;
-        Some((first..last + 1, columns))
+        extent(self.rows.iter().map(|row| &row.columns))
     }
 
     /// Turns a row's products into scores and these into e^(s − m), keeping m, l and o in step.

@@ -102,6 +102,16 @@ pub(super) struct KeyMask<'a> {
     pub segments: Option<&'a [i64]>,
 }
 
+/// Of rows with these columns: those that see anything, and the number of columns up to the last visible one.
+pub(super) fn extent<'a>(
+    columns: impl ExactSizeIterator<Item = &'a Range<usize>> + DoubleEndedIterator + Clone,
+) -> Option<(Range<usize>, usize)> {
+    let seeing = |columns: &Range<usize>| !columns.is_empty();
+    let first = columns.clone().position(seeing)?;
+    let last = columns.clone().rposition(seeing)?;
+    Some((first..last + 1, columns.map(|c| c.end).max()?))
+}
+
 impl KeyMask<'_> {
     /// The columns among which a query at `m` finds all keys that it sees.
     pub fn columns(&self, m: i64, call: &Resolved) -> Range<usize> {
