@@ -35,7 +35,7 @@
 //! |---|---|
 //! | to run or fine-tune a model that exists | [`RopeConfig::from_hf`](encoding::RopeConfig::from_hf) of its `config.json` |
 //! | lengths beyond training, recency is enough | ALiBi: no weights, no tuning, blind to what is far |
-//! | lengths beyond training, content decides | TAPA with [`PhaseNorm`](encoding::PhaseNorm): its perplexity stays low where RoPE's explodes; at small scale it starts somewhat higher |
+//! | lengths beyond training, content decides | TAPA with [`PhaseNorm`](encoding::PhaseNorm): its perplexity grows little where RoPE's explodes; in small and short training it starts higher |
 //! | positions that depend on content | TAPE: starts as RoPE exactly, then learns; about a quarter more time |
 //! | a baseline | [`Nope`](encoding::Nope) or absolute |
 //!
