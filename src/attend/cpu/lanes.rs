@@ -638,8 +638,14 @@ pub(super) fn on_all_lanes<J: Job<f32> + Copy>(job: J) {
     job.run(PortableF32);
     #[cfg(target_arch = "x86_64")]
     {
-        x86::Avx2::detect().map(|lanes| job.run(lanes));
-        x86::Avx512::detect().map(|lanes| job.run(lanes));
+        match x86::Avx2::detect() {
+            Some(lanes) => drop(job.run(lanes)),
+            None => eprintln!("skipped: this machine has no AVX2"),
+        }
+        match x86::Avx512::detect() {
+            Some(lanes) => drop(job.run(lanes)),
+            None => eprintln!("skipped: this machine has no AVX-512"),
+        }
     }
 }
 
