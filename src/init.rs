@@ -4,7 +4,7 @@ use candle_core::{bail, DType, Device, Result, Shape, Tensor, Var};
 use candle_nn::init::NormalOrUniform;
 use candle_nn::var_builder::SimpleBackend;
 use candle_nn::{Init, VarBuilder, VarMap};
-use rand::rngs::StdRng;
+use rand::rngs::ChaCha12Rng;
 use rand::SeedableRng;
 use rand_distr::{Distribution, Normal, Uniform};
 use std::collections::{BTreeMap, HashMap};
@@ -138,7 +138,7 @@ impl SimpleBackend for SeededVars {
             }
             return Ok(var.as_tensor().clone());
         }
-        let mut rng = StdRng::seed_from_u64(mix(self.seed, name));
+        let mut rng = ChaCha12Rng::seed_from_u64(mix(self.seed, name));
         let values = draw(&shape, init, &mut rng)?;
         let value = Tensor::from_vec(values, shape, device)?.to_dtype(dtype)?;
         let var = Var::from_tensor(&value)?;

@@ -50,6 +50,7 @@
 //! Everywhere B batch, H query heads, G key/value heads, T queries, S keys, D head width, E value width, C model
 //! width, V vocabulary. Positions are in tokens, angles in radians, phases in turns.
 
+mod atomic;
 pub mod attend;
 pub mod attention;
 pub mod cache;

@@ -1,0 +1,201 @@
+//! Files and folders that appear under their name whole or not at all, whatever moment a process or machine stops at.
+//!
+//! Each is made under another name beside its place, written through to the disk, and renamed: a rename is atomic.
+//! What a killed process leaves behind begins with [`STAGED`].
+
+use candle_core::{Error, Result};
+use std::fs::{self, File};
+use std::io::{self, BufWriter, Write};
+use std::path::{Path, PathBuf};
+use tempfile::{Builder, NamedTempFile, TempDir};
+
+/// How the names of unfinished files and folders begin.
+pub(crate) const STAGED: &str = ".staged-";
+
+/// Writes a file, in place of one that may be there.
+pub(crate) fn write_file(
+    path: &Path,
+    write: impl FnOnce(&mut dyn Write) -> Result<()>,
+) -> Result<()> {
+    stage_file(path, write)?.commit()
+}
+
+/// A file that is written to the disk, but not yet under its name. Without a commit it vanishes.
+pub(crate) struct StagedFile {
+    file: NamedTempFile,
+    path: PathBuf,
+}
+
+/// Writes a file beside its place. To change several files together, stage all before the first commit.
+pub(crate) fn stage_file(
+    path: &Path,
+    write: impl FnOnce(&mut dyn Write) -> Result<()>,
+) -> Result<StagedFile> {
+    let file = builder(0o666)
+        .tempfile_in(parent(path))
+        .map_err(|e| about(path, e))?;
+    let mut buffered = BufWriter::new(file);
+    write(&mut buffered)?;
+    let file = buffered.into_inner().map_err(|e| about(path, e.error()))?;
+    file.as_file().sync_all().map_err(|e| about(path, e))?;
+    Ok(StagedFile {
+        file,
+        path: path.to_path_buf(),
+    })
+}
+
+impl StagedFile {
+    /// Gives the file its name.
+    pub(crate) fn commit(self) -> Result<()> {
+        let Self { file, path } = self;
+        file.persist(&path).map_err(|e| about(&path, e.error))?;
+        sync_folder(parent(&path)).map_err(|e| about(&path, e))
+    }
+}
+
+/// A folder being filled. Without a commit it vanishes.
+pub(crate) struct StagedFolder {
+    folder: TempDir,
+    path: PathBuf,
+}
+
+impl StagedFolder {
+    /// An empty folder beside the place that it will take, whose parents are made where they are missing.
+    pub(crate) fn create(path: &Path) -> Result<Self> {
+        fs::create_dir_all(parent(path)).map_err(|e| about(path, e))?;
+        let folder = builder(0o777)
+            .tempdir_in(parent(path))
+            .map_err(|e| about(path, e))?;
+        Ok(Self {
+            folder,
+            path: path.to_path_buf(),
+        })
+    }
+
+    /// Where it is now.
+    pub(crate) fn path(&self) -> &Path {
+        self.folder.path()
+    }
+
+    /// Gives the folder its name, which nothing but an empty folder may have; its files were written by
+    /// [`write_file`].
+    pub(crate) fn commit(self) -> Result<()> {
+        let Self { folder, path } = self;
+        fs::rename(folder.path(), &path).map_err(|e| about(&path, e))?;
+        // Nothing is left under the old name to remove.
+        let _ = folder.keep();
+        sync_folder(parent(&path)).map_err(|e| about(&path, e))
+    }
+}
+
+/// Removes what killed processes left unfinished in a folder.
+pub(crate) fn remove_unfinished(folder: &Path) -> Result<()> {
+    for entry in fs::read_dir(folder).map_err(|e| about(folder, e))? {
+        let entry = entry.map_err(|e| about(folder, e))?;
+        if entry.file_name().to_string_lossy().starts_with(STAGED) {
+            let path = entry.path();
+            let removed = match path.is_dir() {
+                true => fs::remove_dir_all(&path),
+                false => fs::remove_file(&path),
+            };
+            removed.map_err(|e| about(&path, e))?;
+        }
+    }
+    Ok(())
+}
+
+/// An error that names the file.
+pub(crate) fn about(path: &Path, error: impl std::fmt::Display) -> Error {
+    Error::msg(format!("{}: {error}", path.display()))
+}
+
+/// Makes names with the rights that any new file or folder would have.
+#[cfg_attr(not(unix), allow(unused_variables))]
+fn builder(mode: u32) -> Builder<'static, 'static> {
+    let mut builder = Builder::new();
+    builder.prefix(STAGED);
+    #[cfg(unix)]
+    {
+        use std::os::unix::fs::PermissionsExt;
+        builder.permissions(fs::Permissions::from_mode(mode));
+    }
+    builder
+}
+
+fn parent(path: &Path) -> &Path {
+    match path.parent() {
+        Some(parent) if !parent.as_os_str().is_empty() => parent,
+        _ => Path::new("."),
+    }
+}
+
+/// Makes the names in a folder survive a loss of power, where the system lets a folder be opened.
+fn sync_folder(folder: &Path) -> io::Result<()> {
+    #[cfg(unix)]
+    File::open(folder)?.sync_all()?;
+    #[cfg(not(unix))]
+    let _ = folder;
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use candle_core::bail;
+
+    fn names(folder: &Path) -> Vec<String> {
+        let entries = fs::read_dir(folder).unwrap();
+        entries
+            .map(|e| e.unwrap().file_name().into_string().unwrap())
+            .collect()
+    }
+
+    #[test]
+    fn write_file_that_fails_leaves_the_old_one_and_nothing_else() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("a");
+        write_file(&path, |w| Ok(w.write_all(b"old")?)).unwrap();
+        let failed = write_file(&path, |w| {
+            w.write_all(b"new")?;
+            bail!("stopped")
+        });
+        assert!(failed.is_err());
+        assert_eq!(fs::read(&path).unwrap(), b"old");
+        assert_eq!(names(folder.path()), ["a"]);
+        write_file(&path, |w| Ok(w.write_all(b"new")?)).unwrap();
+        assert_eq!(fs::read(&path).unwrap(), b"new");
+    }
+
+    #[test]
+    fn staged_folder_appears_only_when_committed() {
+        let outer = tempfile::tempdir().unwrap();
+        let path = outer.path().join("x/y");
+        let fill = |staged: &StagedFolder| {
+            write_file(&staged.path().join("f"), |w| Ok(w.write_all(b"1")?)).unwrap()
+        };
+        let dropped = StagedFolder::create(&path).unwrap();
+        fill(&dropped);
+        drop(dropped);
+        assert!(names(&outer.path().join("x")).is_empty());
+        let kept = StagedFolder::create(&path).unwrap();
+        fill(&kept);
+        kept.commit().unwrap();
+        assert_eq!(fs::read(path.join("f")).unwrap(), b"1");
+        // A second one does not replace it.
+        let second = StagedFolder::create(&path).unwrap();
+        fill(&second);
+        assert!(second.commit().is_err());
+        assert_eq!(names(&outer.path().join("x")), ["y"]);
+    }
+
+    #[test]
+    fn remove_unfinished_takes_what_a_killed_process_left() {
+        let folder = tempfile::tempdir().unwrap();
+        fs::create_dir(folder.path().join(".staged-a")).unwrap();
+        fs::write(folder.path().join(".staged-a/f"), b"").unwrap();
+        fs::write(folder.path().join(".staged-b"), b"").unwrap();
+        fs::write(folder.path().join("kept"), b"").unwrap();
+        remove_unfinished(folder.path()).unwrap();
+        assert_eq!(names(folder.path()), ["kept"]);
+    }
+}
