@@ -164,7 +164,7 @@ impl SimpleBackend for SeededVars {
 }
 
 /// Values of a new variable, in f64.
-fn draw(shape: &Shape, init: Init, rng: &mut StdRng) -> Result<Vec<f64>> {
+fn draw(shape: &Shape, init: Init, rng: &mut ChaCha12Rng) -> Result<Vec<f64>> {
     let count = shape.elem_count();
     let spread = match init {
         Init::Const(value) => return Ok(vec![value; count]),
