@@ -1087,13 +1087,13 @@ fn save_of_what_is_not_the_model_is_refused_and_changes_nothing() {
     let tensors: BTreeMap<_, _> = named
         .map(|(name, var)| (name, var.as_tensor().clone()))
         .collect();
-    let save =
-        |change: &dyn Fn(&mut BTreeMap<String, Tensor>, &mut LlamaConfig, &mut SaveOptions)| {
-            let (mut tensors, mut config) = (tensors.clone(), config.clone());
-            let mut options = SaveOptions::default();
-            change(&mut tensors, &mut config, &mut options);
-            hf::save_tensors(&folder, &config, &tensors, &options)
-        };
+    type Tensors = BTreeMap<String, Tensor>;
+    let save = |change: &dyn Fn(&mut Tensors, &mut LlamaConfig, &mut SaveOptions)| {
+        let (mut tensors, mut config) = (tensors.clone(), config.clone());
+        let mut options = SaveOptions::default();
+        change(&mut tensors, &mut config, &mut options);
+        hf::save_tensors(&folder, &config, &tensors, &options)
+    };
     const UP: &str = "model.layers.2.mlp.up_proj.weight";
     assert_says(save(&|t, _, _| drop(t.remove(UP))), &[UP]);
     assert_says(

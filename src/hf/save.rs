@@ -45,6 +45,20 @@ impl Default for SaveOptions {
 /// name, and `config.json` comes last: whatever moment the program is stopped at, the folder opens as the old model or
 /// the new one, or (where their configurations differ) not at all. One program at a time may write to a folder.
 ///
+/// ```
+/// use candle_core::{DType, Device};
+/// use candle_posenc::hf::{self, SaveOptions};
+/// use candle_posenc::{Llama, LlamaConfig, SeededVars};
+/// # fn main() -> candle_core::Result<()> {
+/// # let folder = tempfile::tempdir()?;
+/// let (config, vars) = (LlamaConfig::default(), SeededVars::new(1));
+/// Llama::new(&config, vars.builder(DType::F32, &Device::Cpu))?;
+/// let options = SaveOptions { dtype: Some(DType::BF16), ..SaveOptions::default() };
+/// hf::save(&folder, &config, &vars, &options)?;
+/// # Ok(())
+/// # }
+/// ```
+///
 /// # Errors
 /// When the configuration is not [valid](LlamaConfig::validate) or would not be the same when read again; when a weight is
 /// missing, has another shape, is not made of floats or is not the model's; when a file cannot be written. Then the folder
