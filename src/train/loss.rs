@@ -26,8 +26,8 @@ const CHUNK: usize = 1 << 22;
 ///
 /// Differentiable in `hidden` and `head`. Products, softmax and the sum of the head's gradient are in f32 whatever the
 /// inputs' dtypes (f64 where one of them is f64), and each gradient is rounded once. A token whose target is negative
-/// is left out: its loss is 0, it passes no gradient, and its hidden state is not read. Logits may be of any size, −∞
-/// included; nothing is clamped, so a logit that is NaN makes the token's loss NaN.
+/// is left out: its loss is 0, it passes no gradient, and its hidden state is not read. Logits may be of any size; nothing
+/// is clamped, so an infinity or a NaN in an input goes where arithmetic takes it.
 ///
 /// # Shapes
 /// hidden (B, T, C) of any strides, head (V, C), targets (B, T), `u32` or `i64` → (B, T), f32 (f64 where an input is).
@@ -87,7 +87,7 @@ impl Targets {
     /// When `targets` are not (B, T) of `u32` or `i64`, or one is not below `vocab`.
     pub fn read(targets: &Tensor, vocab: usize) -> Result<Self> {
         let [b, t] = targets.dims() else {
-            bail!("loss: targets must be (B, T), got {targets:?}")
+            bail!("loss: targets must be (B, T), got {:?}", targets.dims())
         };
         if !matches!(targets.dtype(), DType::U32 | DType::I64) {
             bail!(
@@ -141,10 +141,18 @@ impl Targets {
 /// The dtype to compute in, and V.
 fn check(hidden: &Tensor, head: &Tensor) -> Result<(DType, usize)> {
     let (&[_, _, width], &[vocab, head_width]) = (hidden.dims(), head.dims()) else {
-        bail!("loss: hidden must be (B, T, C) and head (V, C), got {hidden:?} and {head:?}")
+        bail!(
+            "loss: hidden must be (B, T, C) and head (V, C), got {:?} and {:?}",
+            hidden.dims(),
+            head.dims()
+        )
     };
     if width != head_width || width * vocab == 0 {
-        bail!("loss: hidden (B, T, C) and head (V, C) must have one width above 0, got {hidden:?} and {head:?}")
+        bail!(
+            "loss: hidden (B, T, C) and head (V, C) must have one width and V and C be above 0, got {:?} and {:?}",
+            hidden.dims(),
+            head.dims()
+        )
     }
     for (name, x) in [("hidden", hidden), ("head", head)] {
         if !matches!(
@@ -405,5 +413,343 @@ impl CustomOp2 for CrossEntropy {
     ) -> Result<(Option<Tensor>, Option<Tensor>)> {
         let wanted = [hidden.track_op(), head.track_op()];
         self.backward(&hidden.detach(), &head.detach(), upstream, wanted)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use candle_core::{Device, Var, D};
+    use candle_nn::ops::log_softmax;
+
+    const CPU: Device = Device::Cpu;
+
+    fn random(shape: impl Into<Shape>) -> Result<Tensor> {
+        Tensor::randn(0f64, 1., shape, &CPU)
+    }
+
+    fn difference(a: &Tensor, b: &Tensor) -> Result<f64> {
+        let [a, b] = [a.to_dtype(DType::F64)?, b.to_dtype(DType::F64)?];
+        let difference = (a - b)?.abs()?.flatten_all()?.to_vec1::<f64>()?;
+        Ok(difference.into_iter().fold(0., |max, x| match x.is_nan() {
+            true => f64::INFINITY,
+            false => f64::max(max, x),
+        }))
+    }
+
+    /// Losses (B, T) by all logits at once, 0 where a target is negative.
+    fn by_full_logits(hidden: &Tensor, head: &Tensor, targets: &Tensor) -> Result<Tensor> {
+        let logits = hidden.contiguous()?.broadcast_matmul(&head.t()?)?;
+        let targets = targets.to_dtype(DType::I64)?;
+        let counts = targets.ge(0i64)?;
+        let chosen = counts.where_cond(&targets, &targets.zeros_like()?)?;
+        let picked = log_softmax(&logits, D::Minus1)?.gather(&chosen.unsqueeze(2)?, 2)?;
+        let losses = picked.squeeze(2)?.neg()?;
+        counts.where_cond(&losses, &losses.zeros_like()?)
+    }
+
+    /// Losses, and the gradients of hidden and head for an upstream gradient that differs from token to token.
+    fn with_gradients(
+        hidden: &Tensor,
+        head: &Tensor,
+        losses: impl Fn(&Tensor, &Tensor) -> Result<Tensor>,
+    ) -> Result<[Tensor; 3]> {
+        let (hidden, head) = (Var::from_tensor(hidden)?, Var::from_tensor(head)?);
+        let losses = losses(&hidden, &head)?;
+        let (b, t) = losses.dims2()?;
+        let upstream = Tensor::arange(0u32, (b * t) as u32, &CPU)?.to_dtype(losses.dtype())?;
+        let upstream = ((upstream * 0.7)?.sin()? + 1.2)?.reshape((b, t))?;
+        let gradients = (&losses * upstream)?.sum_all()?.backward()?;
+        let gradient = |x: &Tensor| match gradients.get(x) {
+            Some(gradient) => Ok(gradient.detach()),
+            None => bail!("no gradient"),
+        };
+        Ok([losses.detach(), gradient(&hidden)?, gradient(&head)?])
+    }
+
+    fn some_targets(b: usize, t: usize, vocab: usize, left_out: bool) -> Result<Tensor> {
+        let id = |i: usize| match left_out && i % 3 == 1 {
+            true => -100,
+            false => ((i * 31 + 5) % vocab) as i64,
+        };
+        Tensor::from_vec((0..b * t).map(id).collect::<Vec<_>>(), (b, t), &CPU)
+    }
+
+    #[test]
+    fn losses_in_any_chunks_equal_those_of_full_logits() -> Result<()> {
+        for (b, t, c, vocab) in [(1, 1, 1, 1), (2, 7, 5, 11), (3, 5, 8, 257), (1, 13, 3, 2)] {
+            let (hidden, head) = (random((b, t, c))?, random((vocab, c))?);
+            for left_out in [false, true] {
+                let targets = some_targets(b, t, vocab, left_out)?;
+                let expected =
+                    with_gradients(&hidden, &head, |h, w| by_full_logits(h, w, &targets))?;
+                let counted = Targets::read(&targets, vocab)?;
+                // Less than a token, one, some that leave a shorter last chunk, exactly all, and more.
+                for chunk in [1, vocab, 4 * vocab, 5 * vocab, b * t * vocab, CHUNK] {
+                    let found =
+                        with_gradients(&hidden, &head, |h, w| losses_of(h, w, &counted, chunk))?;
+                    for (found, expected) in found.iter().zip(&expected) {
+                        assert_eq!(found.dims(), expected.dims());
+                        let difference = difference(found, expected)?;
+                        assert!(
+                            difference < 1e-12,
+                            "B {b} T {t} C {c} V {vocab}, chunk {chunk}: {difference:e}"
+                        );
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn mean_loss_equals_cross_entropy_of_candle() -> Result<()> {
+        let (hidden, head) = (random((2, 9, 6))?, random((37, 6))?);
+        let targets = some_targets(2, 9, 37, false)?;
+        for (dtype, bar) in [(DType::F64, 1e-12), (DType::F32, 2e-6)] {
+            let [hidden, head] = [hidden.to_dtype(dtype)?, head.to_dtype(dtype)?];
+            let (hidden, head) = (Var::from_tensor(&hidden)?, Var::from_tensor(&head)?);
+            let logits = hidden.reshape((18, 6))?.matmul(&head.t()?)?;
+            let expected = candle_nn::loss::cross_entropy(&logits, &targets.flatten_all()?)?;
+            for targets in [targets.clone(), targets.to_dtype(DType::U32)?] {
+                let found = mean_loss(&hidden, &head, &targets)?;
+                assert_eq!(found.dtype(), dtype);
+                assert!(difference(&found, &expected)? < bar);
+                let (found, expected) = (found.backward()?, expected.backward()?);
+                for x in [&hidden, &head] {
+                    let (Some(found), Some(expected)) = (found.get(x), expected.get(x)) else {
+                        bail!("no gradient")
+                    };
+                    assert!(difference(found, expected)? < bar);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn mean_loss_with_targets_left_out_is_the_mean_of_the_others() -> Result<()> {
+        let (hidden, head) = (random((1, 4, 3))?, random((5, 3))?);
+        let targets = Tensor::new(&[[2i64, -1, 4, -7]], &CPU)?;
+        let losses = token_losses(&hidden, &head, &targets)?.to_vec2::<f64>()?;
+        assert_eq!([losses[0][1], losses[0][3]], [0., 0.]);
+        let mean = mean_loss(&hidden, &head, &targets)?.to_scalar::<f64>()?;
+        assert!((mean - (losses[0][0] + losses[0][2]) / 2.).abs() < 1e-15);
+        Ok(())
+    }
+
+    #[test]
+    fn losses_of_strided_inputs_equal_those_of_contiguous_ones() -> Result<()> {
+        let (wide, tall) = (random((7, 4, 6))?, random((5, 13))?);
+        let hidden = wide.transpose(0, 1)?.narrow(2, 1, 5)?; // (4,7,5)
+        let head = tall.t()?; // (13,5)
+        let targets = some_targets(7, 4, 13, true)?.t()?;
+        assert!(!hidden.is_contiguous() && !head.is_contiguous() && !targets.is_contiguous());
+        let expected = by_full_logits(&hidden, &head, &targets.contiguous()?)?;
+        let found = token_losses(&hidden, &head, &targets)?;
+        assert!(difference(&found, &expected)? < 1e-12);
+        // As a view in the graph: gradients come back through it.
+        let (wide, tall) = (Var::from_tensor(&wide)?, Var::from_tensor(&tall)?);
+        let hidden = wide.transpose(0, 1)?.narrow(2, 1, 5)?;
+        let found = token_losses(&hidden, &tall.t()?, &targets)?;
+        let expected = by_full_logits(&hidden, &tall.t()?, &targets.contiguous()?)?;
+        let (found, expected) = (
+            found.sum_all()?.backward()?,
+            expected.sum_all()?.backward()?,
+        );
+        for x in [&wide, &tall] {
+            let (Some(found), Some(expected)) = (found.get(x), expected.get(x)) else {
+                bail!("no gradient")
+            };
+            assert!(difference(found, expected)? < 1e-12);
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn losses_in_lower_precision_err_at_most_twice_as_much_as_full_logits_do() -> Result<()> {
+        let (b, t, c, vocab) = (2, 33, 48, 301);
+        let targets = some_targets(b, t, vocab, true)?;
+        let counted = Targets::read(&targets, vocab)?;
+        for dtype in [DType::F32, DType::BF16, DType::F16] {
+            let hidden = random((b, t, c))?.to_dtype(dtype)?;
+            let head = random((vocab, c))?.to_dtype(dtype)?;
+            let [exact_hidden, exact_head] =
+                [hidden.to_dtype(DType::F64)?, head.to_dtype(DType::F64)?];
+            let full = |h: &Tensor, w: &Tensor| by_full_logits(h, w, &targets);
+            let exact = with_gradients(&exact_hidden, &exact_head, full)?;
+            let plain = with_gradients(&hidden, &head, full)?;
+            for chunk in [CHUNK, 7 * vocab] {
+                let found =
+                    with_gradients(&hidden, &head, |h, w| losses_of(h, w, &counted, chunk))?;
+                assert_eq!(found[0].dtype(), DType::F32);
+                for (i, name) in ["loss", "dh", "dW"].into_iter().enumerate() {
+                    let (error, allowed) = (
+                        difference(&found[i], &exact[i])?,
+                        2. * difference(&plain[i], &exact[i])?,
+                    );
+                    println!("{dtype:?} {name}, chunk {chunk}: {error:.2e}, allowed {allowed:.2e}");
+                    assert!(
+                        error <= allowed,
+                        "{dtype:?} {name}: {error:e} of {allowed:e}"
+                    );
+                }
+                assert_eq!([found[1].dtype(), found[2].dtype()], [dtype; 2]);
+            }
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn loss_gradients_equal_finite_differences() -> Result<()> {
+        let (hidden, head) = (random((2, 3, 4))?, random((7, 4))?);
+        let targets = Tensor::new(&[[6i64, 0, -1], [3, 3, 1]], &CPU)?;
+        let counted = Targets::read(&targets, 7)?;
+        let losses = |h: &Tensor, w: &Tensor| losses_of(h, w, &counted, 14);
+        let [_, dh, dw] = with_gradients(&hidden, &head, losses)?;
+        let upstream = |i: usize| (0.7 * i as f64).sin() + 1.2;
+        let weighted = |h: &Tensor, w: &Tensor| -> Result<f64> {
+            let losses = losses(h, w)?.flatten_all()?.to_vec1::<f64>()?;
+            Ok(losses
+                .iter()
+                .enumerate()
+                .map(|(i, x)| upstream(i) * x)
+                .sum())
+        };
+        let moved = |x: &Tensor, i: usize, step: f64| -> Result<Tensor> {
+            let mut values = x.flatten_all()?.to_vec1::<f64>()?;
+            values[i] += step;
+            Tensor::from_vec(values, x.shape(), &CPU)
+        };
+        let step = 1e-5;
+        for (i, found) in dh.flatten_all()?.to_vec1::<f64>()?.into_iter().enumerate() {
+            let at = |step| weighted(&moved(&hidden, i, step)?, &head);
+            let expected = (at(step)? - at(-step)?) / (2. * step);
+            assert!(
+                (found - expected).abs() < 1e-8,
+                "dh {i}: {found} {expected}"
+            );
+        }
+        for (i, found) in dw.flatten_all()?.to_vec1::<f64>()?.into_iter().enumerate() {
+            let at = |step| weighted(&hidden, &moved(&head, i, step)?);
+            let expected = (at(step)? - at(-step)?) / (2. * step);
+            assert!(
+                (found - expected).abs() < 1e-8,
+                "dW {i}: {found} {expected}"
+            );
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn losses_of_huge_logits_stay_exact() -> Result<()> {
+        // Logits ±3·10⁴, then all equal and far from 0.
+        let hidden = Tensor::new(&[[[1e4f32, 0.], [-1e4, 0.], [0., 1e4]]], &CPU)?;
+        let head = Tensor::new(&[[3f32, -7.], [-3., -7.], [1., -7.]], &CPU)?;
+        let targets = Tensor::new(&[[0u32, 0, 2]], &CPU)?;
+        let counted = Targets::read(&targets, 3)?;
+        for chunk in [1, CHUNK] {
+            let [losses, dh, dw] =
+                with_gradients(&hidden, &head, |h, w| losses_of(h, w, &counted, chunk))?;
+            let losses = losses.to_vec2::<f32>()?;
+            assert_eq!(losses[0][..2], [0., 6e4]);
+            assert!((losses[0][2] - 3f32.ln()).abs() < 1e-6);
+            for gradient in [dh, dw] {
+                let all = gradient.flatten_all()?.to_vec1::<f32>()?;
+                assert!(all.iter().all(|x| x.is_finite()));
+            }
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn losses_left_out_neither_read_nor_pass_on_a_nan() -> Result<()> {
+        let hidden = Tensor::new(&[[[f32::NAN, 1.], [0.5, 2.], [f32::INFINITY, 0.]]], &CPU)?;
+        let head = random((6, 2))?.to_dtype(DType::F32)?;
+        let targets = Targets::read(&Tensor::new(&[[-1i64, 5, -1]], &CPU)?, 6)?;
+        for chunk in [1, CHUNK] {
+            let found = with_gradients(&hidden, &head, |h, w| losses_of(h, w, &targets, chunk))?;
+            for x in &found {
+                let all = x.flatten_all()?.to_vec1::<f32>()?;
+                assert!(all.iter().all(|x| x.is_finite()));
+            }
+            let dh = found[1].to_vec3::<f32>()?;
+            assert_eq!((&dh[0][0], &dh[0][2]), (&vec![0., 0.], &vec![0., 0.]));
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn losses_all_left_out_are_zero_with_zero_gradients_and_no_mean() -> Result<()> {
+        let (hidden, head) = (random((2, 3, 4))?, random((5, 4))?);
+        let targets = Tensor::full(-1i64, (2, 3), &CPU)?;
+        let counted = Targets::read(&targets, 5)?;
+        let found = with_gradients(&hidden, &head, |h, w| losses_of(h, w, &counted, CHUNK))?;
+        for x in &found {
+            assert!(x.flatten_all()?.to_vec1::<f64>()?.iter().all(|x| *x == 0.));
+        }
+        let message = mean_loss(&hidden, &head, &targets).unwrap_err().to_string();
+        assert!(message.contains("none of the 2·3 targets"), "{message}");
+        Ok(())
+    }
+
+    #[test]
+    fn losses_of_one_tracked_side_give_its_gradient_alone() -> Result<()> {
+        let (hidden, head) = (random((1, 5, 4))?, random((9, 4))?);
+        let targets = some_targets(1, 5, 9, false)?;
+        let expected = with_gradients(&hidden, &head, |h, w| by_full_logits(h, w, &targets))?;
+        let check = |found: Option<&Tensor>, expected: &Tensor| match found {
+            Some(found) => difference(found, expected),
+            None => bail!("no gradient"),
+        };
+        // Not leaves themselves, so that candle asks for their gradients on the way.
+        let weights = Tensor::ones((1, 5), DType::F64, &CPU)?;
+        let upstream = Tensor::arange(0u32, 5, &CPU)?.to_dtype(DType::F64)?;
+        let upstream = (((upstream * 0.7)?.sin()? + 1.2)?.reshape((1, 5))? * weights)?;
+        let var = Var::from_tensor(&hidden)?;
+        let losses = token_losses(&(var.as_tensor() * 1.)?, &head, &targets)?;
+        let gradients = (losses * &upstream)?.sum_all()?.backward()?;
+        assert!(check(gradients.get(&var), &expected[1])? < 1e-12);
+        let var = Var::from_tensor(&head)?;
+        let losses = token_losses(&hidden, &(var.as_tensor() * 1.)?, &targets)?;
+        let gradients = (losses * &upstream)?.sum_all()?.backward()?;
+        assert!(check(gradients.get(&var), &expected[2])? < 1e-12);
+        assert!(!token_losses(&hidden, &head, &targets)?.track_op());
+        Ok(())
+    }
+
+    #[test]
+    fn losses_of_what_does_not_fit_are_errors_that_name_it() -> Result<()> {
+        let (hidden, head) = (random((2, 3, 4))?, random((5, 4))?);
+        let targets = Tensor::zeros((2, 3), DType::U32, &CPU)?;
+        let refused = |hidden: &Tensor, head: &Tensor, targets: &Tensor, part: &str| {
+            let message = match token_losses(hidden, head, targets) {
+                Ok(losses) => bail!("{losses:?} for {part}"),
+                Err(error) => error.to_string(),
+            };
+            assert!(message.contains(part), "{message} does not tell {part}");
+            Ok(())
+        };
+        refused(&hidden, &random((5, 3))?, &targets, "[5, 3]")?;
+        refused(
+            &hidden.narrow(0, 0, 1)?.squeeze(0)?,
+            &head,
+            &targets,
+            "[3, 4]",
+        )?;
+        refused(&hidden, &head.unsqueeze(0)?, &targets, "[1, 5, 4]")?;
+        refused(&hidden, &head, &targets.narrow(1, 0, 2)?, "(2, 2)")?;
+        refused(&hidden, &head, &targets.flatten_all()?, "[6]")?;
+        refused(&hidden, &head, &targets.to_dtype(DType::U8)?, "U8")?;
+        refused(&hidden.to_dtype(DType::U32)?, &head, &targets, "U32")?;
+        let beyond = Tensor::new(&[[0i64, 4, 1], [5, -1, 0]], &CPU)?;
+        refused(&hidden, &head, &beyond, "target 5")?;
+        refused(
+            &hidden,
+            &head,
+            &beyond.abs()?.to_dtype(DType::U32)?,
+            "target 5",
+        )?;
+        Ok(())
     }
 }
