@@ -52,12 +52,15 @@ pub mod attention;
 pub mod cache;
 pub mod encoding;
 pub mod guide;
+pub mod hf;
 mod host;
 pub mod init;
+mod json;
 pub mod model;
 pub mod positions;
 pub mod rotate;
 pub mod train;
+mod tensor_file;
 
 pub use attend::{
     attend, attend_with_lse, plan, plan_problem, AttendOutput, AttendSpec, Backend, DeviceKind,
