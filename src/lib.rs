@@ -60,6 +60,7 @@ pub mod init;
 pub mod model;
 pub mod positions;
 pub mod rotate;
+pub mod train;
 
 pub use attend::{
     attend, attend_with_lse, plan, plan_problem, AttendOutput, AttendSpec, Backend, DeviceKind,
