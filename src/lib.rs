@@ -70,7 +70,7 @@ pub use attention::{Attended, Attention};
 pub use cache::{CacheStep, KvCache};
 pub use encoding::{Ctx, Encoding, EncodingConfig, ModelDims, PosState, Qkv};
 pub use init::SeededVars;
-pub use model::{Llama, LlamaConfig};
+pub use model::{Llama, LlamaConfig, Stream};
 pub use positions::Positions;
 pub use rotate::{convert_layout, rotate, Layout, Rotation};
 

@@ -13,10 +13,11 @@
 //! In the paper the decay is η_t λ θ, without α; here, as in PyTorch and nearly everywhere, it is multiplied by the
 //! rate.
 
+use super::checksum::Checksum;
 use super::gradients::Gradients;
 use super::parameters::{Parameter, Parameters};
 use candle_core::backend::BackendStorage;
-use candle_core::{bail, CpuStorage, InplaceOp2, InplaceOp3, Layout, Result, Tensor, Var};
+use candle_core::{bail, CpuStorage, Error, InplaceOp2, InplaceOp3, Layout, Result, Tensor, Var};
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -187,6 +188,15 @@ impl AdamW {
     /// The numbers that it works with.
     pub fn config(&self) -> &AdamWConfig {
         &self.config
+    }
+
+    /// A checksum of all names and their groups.
+    pub(super) fn groups_checksum(&self) -> Result<String> {
+        let groups: BTreeMap<_, _> = (self.slots.iter())
+            .map(|(name, slot)| (name, (slot.group.weight_decay, slot.group.rate)))
+            .collect();
+        let json = serde_json::to_vec(&groups).map_err(Error::wrap)?;
+        Ok(Checksum::of(&json).to_string())
     }
 
     /// The state of every weight with its name, ordered by name.
