@@ -20,6 +20,7 @@
 mod common;
 
 use candle_core::{bail, DType, Device, Error, Result};
+use candle_posenc::hf::{self, ModelFolder, SaveOptions};
 use candle_posenc::train::{
     AdamWConfig, Log, Parameters, Recompute, Schedule, Trainer, TrainerConfig,
 };
@@ -61,6 +62,14 @@ struct Options {
     /// An EncodingConfig in JSON, for encodings with other parameters
     #[arg(long, value_name = "FILE", conflicts_with = "encoding")]
     config: Option<PathBuf>,
+
+    /// A model's folder to start from, in place of a new model; it must work on bytes
+    #[arg(
+        long,
+        value_name = "DIR",
+        conflicts_with_all = ["encoding", "config", "layers", "width", "heads", "kv_heads"]
+    )]
+    from: Option<PathBuf>,
 
     /// Layers
     #[arg(
@@ -221,8 +230,15 @@ fn main() -> ExitCode {
 }
 
 fn run(options: &Options) -> Result<()> {
-    let config = model_config(options)?;
     let recipe = recipe(options)?;
+    let from = match &options.from {
+        Some(path) => Some(open_model(path)?),
+        None => None,
+    };
+    let config = match &from {
+        Some(from) => from.config().clone(),
+        None => model_config(options)?,
+    };
     let text = Text::open(&options.text, options.length)?;
     let prompt = prompt(options, &text)?;
     // Before training: a folder that cannot be written to should not cost a model.
@@ -233,12 +249,18 @@ fn run(options: &Options) -> Result<()> {
     let parameters = Parameters::new(SeededVars::new(options.seed));
     let model = Llama::new(&config, parameters.builder(options.dtype.into(), &device))?
         .with_backend(options.backend.into());
+    if let Some(from) = &from {
+        from.load_into(parameters.masters())?;
+        parameters.refresh()?;
+    }
     print_facts(&model, &parameters, &text, options)?;
     let tokens: Vec<u32> = text.training.iter().map(|byte| u32::from(*byte)).collect();
     let mut trainer = Trainer::new(model, parameters, tokens, recipe)?;
     train(&mut trainer, options)?;
     if let Some(out) = out {
-        save_model(&trainer, out)?;
+        let vars = trainer.parameters().masters();
+        let beside = from.map_or_else(SaveOptions::default, |from| from.save_options());
+        hf::save(out, &config, vars, &beside)?;
         println!("saved      {}", out.display());
     }
     print_reach(trainer.model(), &text, options.length, &device)?;
@@ -253,9 +275,6 @@ fn print_facts(
     options: &Options,
 ) -> Result<()> {
     let &Options {
-        layers,
-        width,
-        heads,
         length,
         batch,
         steps,
@@ -268,10 +287,12 @@ fn print_facts(
         1 => String::new(),
         n => format!("{n} batches of "),
     };
-    let kv_heads = model.config().num_key_value_heads;
+    let config = model.config();
+    let (layers, width) = (config.num_hidden_layers, config.hidden_size);
+    let (heads, kv_heads) = (config.num_attention_heads, config.num_key_value_heads);
     let weights = parameters.all();
     let weights: usize = weights.iter().map(|p| p.master.elem_count()).sum();
-    let encoding = serde_json::to_string(&model.config().encoding).map_err(Error::wrap)?;
+    let encoding = serde_json::to_string(&config.encoding).map_err(Error::wrap)?;
     let (training, held_out) = (text.training.len(), text.held_out.len());
     let plan = model.plan(0, batch, length)?;
     println!("model      {weights} weights: {layers} layers of width {width}, {heads} query and {kv_heads} key/value heads");
@@ -287,6 +308,19 @@ fn print_facts(
     Ok(())
 }
 
+/// A model to go on training: one of bytes, as this program's are.
+fn open_model(path: &Path) -> Result<ModelFolder> {
+    let folder = ModelFolder::open(path)?;
+    let vocab = folder.config().vocab_size;
+    if vocab != 256 || folder.tokenizer().is_some() {
+        bail!(
+            "--from {}: its {vocab} tokens are not bytes, on which this program trains",
+            path.display()
+        )
+    }
+    Ok(folder)
+}
+
 /// The model that the options describe.
 fn model_config(options: &Options) -> Result<LlamaConfig> {
     let &Options {
@@ -294,28 +328,15 @@ fn model_config(options: &Options) -> Result<LlamaConfig> {
         width,
         heads,
         length,
-        batch,
-        steps,
         ..
     } = options;
     let kv_heads = options.kv_heads.unwrap_or(heads);
-    for (name, value) in [
+    check_sizes(&[
         ("layers", layers),
         ("width", width),
         ("heads", heads),
         ("kv-heads", kv_heads),
-        ("batch", batch),
-        ("accumulate", options.accumulate),
-        ("steps", steps),
-        ("checkpoint-every", options.checkpoint_every.unwrap_or(1)),
-    ] {
-        if value == 0 {
-            bail!("--{name} must be at least 1")
-        }
-    }
-    if length < 4 {
-        bail!("--length must be at least 4 bytes, got {length}")
-    }
+    ])?;
     if width % heads != 0 {
         bail!("--heads must divide --width; {heads} does not divide {width}")
     }
@@ -327,9 +348,6 @@ fn model_config(options: &Options) -> Result<LlamaConfig> {
         .saturating_add(width.saturating_mul(256));
     if weights > MOST_WEIGHTS {
         bail!("--layers {layers} of --width {width} make more than {MOST_WEIGHTS} weights")
-    }
-    if batch.saturating_mul(length) > MOST_TOKENS {
-        bail!("--batch {batch} of --length {length} make more than {MOST_TOKENS} bytes in a step")
     }
     if heads % kv_heads != 0 {
         bail!("--kv-heads must divide --heads; {kv_heads} does not divide {heads}")
@@ -351,6 +369,13 @@ fn model_config(options: &Options) -> Result<LlamaConfig> {
         encoding,
         ..LlamaConfig::default()
     })
+}
+
+fn check_sizes(sizes: &[(&str, usize)]) -> Result<()> {
+    match sizes.iter().find(|(_, size)| *size == 0) {
+        Some((name, _)) => bail!("--{name} must be at least 1"),
+        None => Ok(()),
+    }
 }
 
 /// What the sample starts with; it leaves room for at least as much again within the training length.
@@ -379,6 +404,18 @@ fn recipe(options: &Options) -> Result<TrainerConfig> {
         clip,
         ..
     } = options;
+    check_sizes(&[
+        ("batch", batch),
+        ("accumulate", accumulate),
+        ("steps", steps),
+        ("checkpoint-every", options.checkpoint_every.unwrap_or(1)),
+    ])?;
+    if length < 4 {
+        bail!("--length must be at least 4 bytes, got {length}")
+    }
+    if batch.saturating_mul(length) > MOST_TOKENS {
+        bail!("--batch {batch} of --length {length} make more than {MOST_TOKENS} bytes in a step")
+    }
     for (name, value, least) in [
         ("lr", lr, f64::MIN_POSITIVE),
         ("clip", clip, f64::MIN_POSITIVE),
@@ -558,13 +595,6 @@ fn printable(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes).replace(|c| !shown(c), "\u{fffd}")
 }
 
-fn save_model(trainer: &Trainer, folder: &Path) -> Result<()> {
-    let path = folder.join("config.json");
-    let json = serde_json::to_string_pretty(trainer.model().config()).map_err(Error::wrap)?;
-    std::fs::write(&path, json + "\n").map_err(|e| about(&path, e))?;
-    trainer.parameters().save(folder.join("model.safetensors"))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -580,12 +610,8 @@ mod tests {
             (["--heads", "3"], "3 does not divide 128"),
             (["--kv-heads", "3"], "3 does not divide 4"),
             (["--kv-heads", "0"], "--kv-heads"),
-            (["--steps", "0"], "--steps"),
-            (["--length", "1"], "--length"),
             (["--width", "10000000000000000000"], "--width"),
             (["--layers", "10000000000"], "--layers"),
-            (["--batch", "1000000000000"], "--batch"),
-            (["--accumulate", "0"], "--accumulate"),
             (["--config", "no such file"], "no such file"),
         ] {
             let told_of = message(&model_config(&options(&words)).unwrap_err());
@@ -597,6 +623,10 @@ mod tests {
     #[test]
     fn recipe_numbers_out_of_range_refused_in_one_line() {
         for (words, told) in [
+            (["--steps", "0"], "--steps"),
+            (["--length", "1"], "--length"),
+            (["--batch", "1000000000000"], "--batch"),
+            (["--accumulate", "0"], "--accumulate"),
             (["--lr", "-1"], "--lr"),
             (["--lr", "inf"], "--lr"),
             (["--clip", "0"], "--clip"),
@@ -659,6 +689,24 @@ mod tests {
     }
 
     #[test]
+    fn run_from_a_saved_model_starts_where_that_ended() -> Result<()> {
+        let folder = tempfile::tempdir()?;
+        let path = |name: &str| folder.path().join(name).display().to_string();
+        let (first, second) = (path("first"), path("second"));
+        run(&options(&["--toy", "--encoding", "tape", "--out", &first]))?;
+        run(&options(&["--toy", "--from", &first, "--out", &second]))?;
+        let losses = |run: &str| -> Vec<f64> {
+            let text = std::fs::read_to_string(Path::new(run).join(LOG)).unwrap();
+            let rows = text.lines().skip(1);
+            rows.map(|row| row.split(',').nth(1).unwrap().parse().unwrap())
+                .collect()
+        };
+        let (first, second) = (losses(&first), losses(&second));
+        assert!(first[0] > 5.4 && second[0] < 4., "{first:?} {second:?}");
+        Ok(())
+    }
+
+    #[test]
     fn run_resumed_with_another_option_refused_by_its_name() {
         let folder = tempfile::tempdir().unwrap();
         let out = folder.path().display().to_string();
@@ -683,13 +731,12 @@ mod tests {
         let out = folder.display().to_string();
         run(&options(&["--toy", "--steps", "30", "--out", &out]))?;
 
-        let config: LlamaConfig =
-            serde_json::from_slice(&read(&folder.join("config.json"))?).map_err(Error::wrap)?;
+        let saved = ModelFolder::open(folder)?;
         let vars = SeededVars::new(1);
-        let model = Llama::new(&config, vars.builder(DType::F32, &Device::Cpu))?;
+        let model = Llama::new(saved.config(), vars.builder(DType::F32, &Device::Cpu))?;
         let text = tales(2000, 5);
         let untrained = perplexity(&model, &text, 32, &Device::Cpu)?.whole;
-        vars.load(folder.join("model.safetensors"))?;
+        saved.load_into(&vars)?;
         let trained = perplexity(&model, &text, 32, &Device::Cpu)?.whole;
         assert!(untrained > 200. && trained < 100., "{untrained} {trained}");
         Ok(())
