@@ -59,8 +59,8 @@ mod json;
 pub mod model;
 pub mod positions;
 pub mod rotate;
-pub mod train;
 mod tensor_file;
+pub mod train;
 
 pub use attend::{
     attend, attend_with_lse, plan, plan_problem, AttendOutput, AttendSpec, Backend, DeviceKind,
