@@ -528,6 +528,7 @@ mod tests {
     use proptest::prelude::*;
     use proptest::test_runner::{RngSeed, TestRunner};
     use rand::Rng;
+    use std::cell::Cell;
 
     fn trainer() -> Trainer {
         let sizes = LlamaConfig {
@@ -595,7 +596,7 @@ mod tests {
             rng_seed: RngSeed::Fixed(20_261_130),
             ..ProptestConfig::default()
         });
-        let (mut taken, mut refused) = (0, 0);
+        let (taken, refused) = (Cell::new(0), Cell::new(0));
         let outcome = runner.run(&strategy, |(place, value)| {
             let mut changed = good.clone();
             if let Some(old) = changed.pointer_mut(&place) {
@@ -609,12 +610,12 @@ mod tests {
             let mut trainer = trainer();
             match trainer.resume(run.path()) {
                 Ok(resumed) => {
-                    taken += 1;
+                    taken.set(taken.get() + 1);
                     prop_assert_eq!(resumed.map(|r| r.step), Some(1));
                     prop_assert!(trainer.step().is_ok());
                 }
                 Err(_) => {
-                    refused += 1;
+                    refused.set(refused.get() + 1);
                     prop_assert_eq!(trainer.steps_done(), 0);
                     prop_assert_eq!(trainer.cursor(), Cursor::default());
                 }
@@ -622,6 +623,7 @@ mod tests {
             Ok(())
         });
         outcome.unwrap();
+        let (taken, refused) = (taken.get(), refused.get());
         assert!(taken > 20 && refused > 200, "{taken} {refused}");
     }
 
