@@ -88,6 +88,15 @@ impl StagedFolder {
     }
 }
 
+/// Removes a folder: it vanishes from its name whole.
+pub(crate) fn remove_folder(path: &Path) -> Result<()> {
+    let place = builder(0o700)
+        .tempdir_in(parent(path))
+        .map_err(|e| about(path, e))?;
+    fs::rename(path, place.path().join("removed")).map_err(|e| about(path, e))?;
+    place.close().map_err(|e| about(path, e))
+}
+
 /// Removes a file, where there is one.
 pub(crate) fn remove_file(path: &Path) -> Result<()> {
     match fs::remove_file(path) {
@@ -206,6 +215,18 @@ mod tests {
         fill(&second);
         assert!(second.commit().is_err());
         assert_eq!(names(&outer.path().join("x")), ["y"]);
+    }
+
+    #[test]
+    fn remove_folder_takes_what_it_holds_and_nothing_else() {
+        let outer = tempfile::tempdir().unwrap();
+        fs::create_dir(outer.path().join("a")).unwrap();
+        fs::write(outer.path().join("a/f"), b"1").unwrap();
+        fs::write(outer.path().join("kept"), b"").unwrap();
+        remove_folder(&outer.path().join("a")).unwrap();
+        assert_eq!(names(outer.path()), ["kept"]);
+        assert!(remove_folder(&outer.path().join("a")).is_err());
+        assert_eq!(names(outer.path()), ["kept"]);
     }
 
     #[test]

@@ -1,6 +1,5 @@
 //! Perplexity by context length.
 
-use super::training::windows_at;
 use candle_core::{bail, DType, Device, Result, Tensor, D};
 use candle_posenc::{Ctx, Llama};
 
@@ -53,6 +52,27 @@ pub fn perplexity(
         whole: (whole / (windows * length) as f64).exp(),
         last_quarter: (last_quarter / (windows * (length - late)) as f64).exp(),
     })
+}
+
+/// The windows of `text` that start at `starts`; each must leave a byte behind it.
+///
+/// # Shapes
+/// Bytes (B, T) and the byte after each (B, T), `u32`.
+fn windows_at(
+    text: &[u8],
+    starts: &[usize],
+    length: usize,
+    device: &Device,
+) -> Result<(Tensor, Tensor)> {
+    let cut = |shift: usize| {
+        let bytes: Vec<u32> = starts
+            .iter()
+            .flat_map(|start| &text[start + shift..start + shift + length])
+            .map(|byte| u32::from(*byte))
+            .collect();
+        Tensor::from_vec(bytes, (starts.len(), length), device)
+    };
+    Ok((cut(0)?, cut(1)?))
 }
 
 /// The cross-entropy of every next byte, in nats.

@@ -1,5 +1,5 @@
-//! What the examples share: a text made for long contexts, the training recipe, the measure of perplexity and
-//! sampling. The crate itself stays free of recipes; copy from here what you need.
+//! What the examples share: a text made for long contexts, the state of training on a terminal, the measure of
+//! perplexity and sampling.
 
 // Every example compiles this module for itself and uses a part of it.
 #![allow(dead_code)]
@@ -13,7 +13,6 @@ pub mod progress;
 pub mod sampling;
 pub mod tales;
 pub mod text;
-pub mod training;
 
 /// What `main` returns; an error goes to standard error in one line.
 pub fn conclude(program: &str, result: Result<()>) -> ExitCode {
