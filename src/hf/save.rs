@@ -71,7 +71,7 @@ pub fn save_tensors(
     options: &SaveOptions,
 ) -> Result<()> {
     let folder = folder.as_ref();
-    check(config, tensors).map_err(|e| about(folder, e))?;
+    check(config, tensors, options).map_err(|e| about(folder, e))?;
     let config = config_text(config, tensors, options).map_err(|e| about(folder, e))?;
     fs::create_dir_all(folder).map_err(|e| about(folder, e))?;
     atomic::remove_unfinished(folder)?;
@@ -113,15 +113,22 @@ pub fn save_tensors(
     Ok(())
 }
 
-fn check(config: &LlamaConfig, tensors: &BTreeMap<String, Tensor>) -> Result<()> {
+fn check(
+    config: &LlamaConfig,
+    tensors: &BTreeMap<String, Tensor>,
+    options: &SaveOptions,
+) -> Result<()> {
     config.validate()?;
+    if let Some(dtype) = options.dtype.filter(|dtype| !dtype.is_float()) {
+        bail!("weights cannot be converted to {dtype:?}, only to floats")
+    }
     let shapes: Shapes = tensors
         .iter()
         .map(|(name, tensor)| (name.clone(), tensor.dims().to_vec()))
         .collect();
     let used = expected(config, &shapes)?;
     for (name, tensor) in tensors {
-        if !used.contains_key(name) {
+        if !used.contains(name) {
             bail!("{name} is not used by this model")
         }
         if !tensor.dtype().is_float() {
