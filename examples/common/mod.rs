@@ -1,5 +1,5 @@
 //! What the examples share: a text made for long contexts, the training recipe, the measure of perplexity and
-//! sampling. The crate itself stays free of recipes; copy from here what you need.
+//! sampling, and pictures. The crate itself stays free of recipes; copy from here what you need.
 
 // Every example compiles this module for itself and uses a part of it.
 #![allow(dead_code)]
@@ -7,8 +7,10 @@
 use candle_core::{Error, Result};
 use std::process::ExitCode;
 
+pub mod codec;
 pub mod evaluation;
 pub mod names;
+pub mod plot;
 pub mod progress;
 pub mod sampling;
 pub mod tales;
