@@ -13,6 +13,7 @@ pub mod names;
 pub mod plot;
 pub mod progress;
 pub mod sampling;
+pub mod table;
 pub mod tales;
 pub mod text;
 pub mod training;

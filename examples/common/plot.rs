@@ -394,9 +394,9 @@ fn logarithmic_ticks(low: f64, high: f64) -> Vec<f64> {
         .unwrap_or_else(|| linear_ticks(low, high))
 }
 
-/// About six round numbers in a range.
+/// About eight round numbers in a range.
 fn linear_ticks(low: f64, high: f64) -> Vec<f64> {
-    let rough = (high - low) / 6.;
+    let rough = (high - low) / 8.;
     let decade = 10f64.powf(rough.log10().floor());
     let step = [1., 2., 5., 10.]
         .into_iter()
@@ -465,7 +465,8 @@ mod tests {
         assert_eq!(logarithmic_ticks(1.9, 21.), [2., 5., 10., 20.]);
         assert_eq!(logarithmic_ticks(2.1, 5.2), [2.5, 3., 3.5, 4., 5.]);
         assert_eq!(linear_ticks(-11., 32.), [-10., 0., 10., 20., 30.]);
-        assert_eq!(linear_ticks(0.05, 0.42), [0.1, 0.2, 0.3, 0.4]);
+        assert_eq!(linear_ticks(-17., 17.), [-15., -10., -5., 0., 5., 10., 15.]);
+        assert_eq!(linear_ticks(0.05, 0.52), [0.1, 0.2, 0.3, 0.4, 0.5]);
         for (low, high) in [(2.2, 2.31), (1e-9, 1e9), (7., 8.)] {
             let count = logarithmic_ticks(low, high).len();
             assert!((4..=20).contains(&count), "{low}..{high}: {count}");
