@@ -88,6 +88,22 @@ impl StagedFolder {
     }
 }
 
+/// Removes a folder: it vanishes from its name whole.
+pub(crate) fn remove_folder(path: &Path) -> Result<()> {
+    let place = builder(0o700)
+        .tempdir_in(parent(path))
+        .map_err(|e| about(path, e))?;
+    fs::rename(path, place.path().join("removed")).map_err(|e| about(path, e))?;
+    place.close().map_err(|e| about(path, e))
+}
+
+/// Writes a file that others have filled through to the disk.
+pub(crate) fn sync_file(path: &Path) -> Result<()> {
+    let file = File::options().write(true).open(path);
+    let file = file.map_err(|e| about(path, e))?;
+    file.sync_all().map_err(|e| about(path, e))
+}
+
 /// Removes what killed processes left unfinished in a folder.
 pub(crate) fn remove_unfinished(folder: &Path) -> Result<()> {
     for entry in fs::read_dir(folder).map_err(|e| about(folder, e))? {
@@ -186,6 +202,18 @@ mod tests {
         fill(&second);
         assert!(second.commit().is_err());
         assert_eq!(names(&outer.path().join("x")), ["y"]);
+    }
+
+    #[test]
+    fn remove_folder_takes_what_it_holds_and_nothing_else() {
+        let outer = tempfile::tempdir().unwrap();
+        fs::create_dir(outer.path().join("a")).unwrap();
+        fs::write(outer.path().join("a/f"), b"1").unwrap();
+        fs::write(outer.path().join("kept"), b"").unwrap();
+        remove_folder(&outer.path().join("a")).unwrap();
+        assert_eq!(names(outer.path()), ["kept"]);
+        assert!(remove_folder(&outer.path().join("a")).is_err());
+        assert_eq!(names(outer.path()), ["kept"]);
     }
 
     #[test]

@@ -196,7 +196,7 @@ fn draw(shape: &Shape, init: Init, rng: &mut ChaCha12Rng) -> Result<Vec<f64>> {
 
 /// A seed for one name: FNV-1a of the name, then the finaliser of SplitMix64 (Steele et al. 2014). Written out, so
 /// that it is the same on every platform and in every version of Rust.
-fn mix(seed: u64, name: &str) -> u64 {
+pub(crate) fn mix(seed: u64, name: &str) -> u64 {
     let hash = name.bytes().fold(0xcbf2_9ce4_8422_2325_u64, |hash, byte| {
         (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3)
     });

@@ -60,6 +60,7 @@ pub mod init;
 pub mod model;
 pub mod positions;
 pub mod rotate;
+pub mod train;
 
 pub use attend::{
     attend, attend_with_lse, plan, plan_problem, AttendOutput, AttendSpec, Backend, DeviceKind,
@@ -69,7 +70,7 @@ pub use attention::{Attended, Attention};
 pub use cache::{CacheStep, KvCache};
 pub use encoding::{Ctx, Encoding, EncodingConfig, ModelDims, PosState, Qkv};
 pub use init::SeededVars;
-pub use model::{Llama, LlamaConfig};
+pub use model::{Llama, LlamaConfig, Stream};
 pub use positions::Positions;
 pub use rotate::{convert_layout, rotate, Layout, Rotation};
 

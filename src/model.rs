@@ -230,6 +230,15 @@ impl Block {
     }
 }
 
+/// What flows from block to block of a [`Llama`].
+#[derive(Debug, Clone)]
+pub struct Stream {
+    /// (B, T, C).
+    pub x: Tensor,
+    /// Where the tokens stand, and how the next layer turns their heads.
+    pub state: PosState,
+}
+
 /// A LLaMA: token ids to logits.
 ///
 /// Weights have Hugging Face's names (`model.embed_tokens.weight`, `model.layers.0.self_attn.q_proj.weight`, …,
@@ -384,13 +393,6 @@ impl Llama {
         cache: Option<&mut KvCache>,
         ctx: &mut Ctx,
     ) -> Result<Tensor> {
-        let (b, t) = self.check_tokens(tokens)?;
-        if positions.len() != t {
-            bail!("llama: {} positions for {t} tokens", positions.len())
-        }
-        let x = self.embed_tokens.forward(tokens)?; // (B,T,C)
-        let x = self.encoding.embed(&x, positions)?;
-        let mut x = zero_padding(&x, positions)?;
         // What one call draws would not fit what others left in the cache.
         let mut without_draws = Ctx {
             train: ctx.train,
@@ -401,16 +403,93 @@ impl Llama {
             Some(_) => &mut without_draws,
             None => ctx,
         };
-        let mut state = self.encoding.begin(&x, positions, ctx)?;
+        let mut stream = self.begin(tokens, positions, ctx)?;
+        let batch = stream.x.dim(0)?;
         let mut step = cache
-            .map(|cache| cache.step(&state.positions, b))
+            .map(|cache| cache.step(&stream.state.positions, batch))
             .transpose()?;
-        for block in &self.blocks {
-            (x, state) = block.forward(&x, &*self.encoding, state, step.as_mut())?;
+        for layer in 0..self.blocks.len() {
+            stream = self.block(layer, stream, step.as_mut())?;
         }
-        let hidden = self.norm.forward_diff(&x)?;
+        let hidden = self.finish(&stream)?;
         step.map_or(Ok(()), CacheStep::commit)?;
         Ok(hidden)
+    }
+
+    /// Starts the stream: embeds tokens that stand at `positions` and makes the encoding's first state. This is all
+    /// that draws from [`Ctx::rng`].
+    ///
+    /// [`hidden_at`](Self::hidden_at) is this, each [`block`](Self::block) in turn, and [`finish`](Self::finish);
+    /// on their own they let a caller stop, look or recompute between blocks.
+    ///
+    /// # Shapes
+    /// tokens (B, T), `u32` or `i64`.
+    ///
+    /// # Errors
+    /// When there is no token, an id is not below V, or the positions do not fit.
+    ///
+    /// ```
+    /// use candle_core::{DType, Device, Tensor};
+    /// use candle_posenc::{Ctx, Llama, LlamaConfig, Positions, SeededVars};
+    /// # fn main() -> candle_core::Result<()> {
+    /// let vars = SeededVars::new(0);
+    /// let model = Llama::new(&LlamaConfig::default(), vars.builder(DType::F32, &Device::Cpu))?;
+    /// let tokens = Tensor::new(&[[3u32, 1, 4, 1, 5]], &Device::Cpu)?;
+    /// let mut stream = model.begin(&tokens, &Positions::first(5), &mut Ctx::default())?;
+    /// for layer in 0..model.config().num_hidden_layers {
+    ///     stream = model.block(layer, stream, None)?;
+    ///     println!("after layer {layer}: {}", stream.x.sqr()?.mean_all()?);
+    /// }
+    /// let logits = model.logits(&model.finish(&stream)?)?;
+    /// assert_eq!(logits.dims(), &[1, 5, 256]);
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn begin(&self, tokens: &Tensor, positions: &Positions, ctx: &mut Ctx) -> Result<Stream> {
+        let (_, t) = self.check_tokens(tokens)?;
+        if positions.len() != t {
+            bail!("llama: {} positions for {t} tokens", positions.len())
+        }
+        let x = self.embed_tokens.forward(tokens)?; // (B,T,C)
+        let x = self.encoding.embed(&x, positions)?;
+        let x = zero_padding(&x, positions)?;
+        let state = self.encoding.begin(&x, positions, ctx)?;
+        Ok(Stream { x, state })
+    }
+
+    /// Runs one layer. With a cache, `cache` is this pass's [step](KvCache::step) over it, which the caller
+    /// [commits](CacheStep::commit) behind the last layer.
+    ///
+    /// # Errors
+    /// When there is no such layer, or the stream or the cache does not fit.
+    pub fn block(
+        &self,
+        layer: usize,
+        stream: Stream,
+        cache: Option<&mut CacheStep>,
+    ) -> Result<Stream> {
+        let Some(block) = self.blocks.get(layer) else {
+            bail!("llama: layer {layer} of {}", self.blocks.len())
+        };
+        let Stream { x, state } = stream;
+        let (x, state) = block.forward(&x, &*self.encoding, state, cache)?;
+        Ok(Stream { x, state })
+    }
+
+    /// Puts the stream behind the last block through the last norm.
+    ///
+    /// # Shapes
+    /// (B, T, C) → (B, T, C), what [`logits`](Self::logits) takes.
+    ///
+    /// # Errors
+    /// When the width is not C.
+    pub fn finish(&self, stream: &Stream) -> Result<Tensor> {
+        self.norm.forward_diff(&stream.x)
+    }
+
+    /// The weight (V, C) of the head: the token embeddings where they are tied.
+    pub fn head(&self) -> &Tensor {
+        self.head.weight()
     }
 
     /// The second part of [`forward_at`](Self::forward_at): the head.
