@@ -12,6 +12,7 @@ pub mod evaluation;
 pub mod names;
 pub mod plot;
 pub mod progress;
+pub mod recipe;
 pub mod sampling;
 pub mod table;
 pub mod tales;
