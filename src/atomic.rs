@@ -104,6 +104,15 @@ pub(crate) fn sync_file(path: &Path) -> Result<()> {
     file.sync_all().map_err(|e| about(path, e))
 }
 
+/// Removes a file, where there is one.
+pub(crate) fn remove_file(path: &Path) -> Result<()> {
+    match fs::remove_file(path) {
+        Ok(()) => sync_folder(parent(path)).map_err(|e| about(path, e)),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+        Err(error) => Err(about(path, error)),
+    }
+}
+
 /// Removes what killed processes left unfinished in a folder.
 pub(crate) fn remove_unfinished(folder: &Path) -> Result<()> {
     for entry in fs::read_dir(folder).map_err(|e| about(folder, e))? {

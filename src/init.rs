@@ -1,5 +1,7 @@
 //! Weights drawn from a seed: the same numbers for the same seed and name, whatever the order of creation.
 
+use crate::atomic::write_file;
+use crate::tensor_file::{write_tensors, TensorFile};
 use candle_core::{bail, DType, Device, Result, Shape, Tensor, Var};
 use candle_nn::init::NormalOrUniform;
 use candle_nn::var_builder::SimpleBackend;
@@ -69,17 +71,16 @@ impl SeededVars {
         self.map.clone()
     }
 
-    /// Writes all variables to a safetensors file, by name.
+    /// Writes all variables to a safetensors file, by name. The file is there whole or as it was.
     ///
     /// # Errors
     /// When the file cannot be written.
     pub fn save(&self, path: impl AsRef<Path>) -> Result<()> {
-        let values: HashMap<_, _> = self
-            .named()
-            .into_iter()
-            .map(|(name, var)| (name, var.as_tensor().clone()))
-            .collect();
-        candle_core::safetensors::save(&values, path)
+        let named = self.named();
+        let tensors = named
+            .iter()
+            .map(|(name, var)| (name.as_str(), var.as_tensor()));
+        write_file(path.as_ref(), |out| write_tensors(out, tensors, None))
     }
 
     /// Sets every variable that exists by now from a safetensors file, converted to the variable's dtype. Tensors
@@ -89,24 +90,22 @@ impl SeededVars {
     /// When the file cannot be read, lacks a variable or holds it in another shape; then nothing is changed.
     pub fn load(&self, path: impl AsRef<Path>) -> Result<()> {
         let path = path.as_ref();
-        let stored = candle_core::safetensors::load(path, &Device::Cpu)
-            .map_err(|error| error.with_path(path))?;
+        let file = TensorFile::open(path)?;
         let mut changes = Vec::new();
         for (name, var) in self.named() {
-            match stored.get(&name) {
-                Some(value) if value.dims() == var.dims() => {
-                    let value = value.to_dtype(var.dtype())?.to_device(var.device())?;
-                    changes.push((var, value));
+            match file.tensors().get(&name) {
+                Some(info) if info.shape == var.dims() => {
+                    changes.push((file.read(&name, var.dtype(), var.device())?, var));
                 }
-                Some(value) => bail!(
+                Some(info) => bail!(
                     "init: {name} is {:?} in {path:?}, but {:?} in the model",
-                    value.dims(),
+                    info.shape,
                     var.dims()
                 ),
                 None => bail!("init: {path:?} holds no {name}"),
             }
         }
-        changes.iter().try_for_each(|(var, value)| var.set(value))
+        changes.iter().try_for_each(|(value, var)| var.set(value))
     }
 
     fn lock(&self) -> MutexGuard<'_, HashMap<String, Var>> {

@@ -55,11 +55,14 @@ pub mod attend;
 pub mod attention;
 pub mod cache;
 pub mod encoding;
+pub mod hf;
 mod host;
 pub mod init;
+mod json;
 pub mod model;
 pub mod positions;
 pub mod rotate;
+mod tensor_file;
 pub mod train;
 
 pub use attend::{

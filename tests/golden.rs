@@ -9,9 +9,10 @@ use candle_nn::VarBuilder;
 use candle_posenc::encoding::{
     alibi_slopes, AlibiConfig, PhaseForm, RopeConfig, TapaConfig, TapeConfig,
 };
+use candle_posenc::hf::ModelFolder;
 use candle_posenc::{
-    attend, attend_with_lse, rotate, AttendSpec, Backend, Ctx, Encoding, EncodingConfig, Layout,
-    Llama, LlamaConfig, ModelDims, PosState, Positions, Qkv, Rotation,
+    attend, attend_with_lse, rotate, AttendSpec, Backend, Ctx, Encoding, EncodingConfig, KvCache,
+    Layout, Llama, LlamaConfig, ModelDims, PosState, Positions, Qkv, Rotation,
 };
 use serde_json::Value;
 use std::collections::HashMap;
@@ -292,10 +293,11 @@ fn run(folder: &Path, name: &str) -> Result<Outcome> {
             "states whose halves differ are out of scope: the published model never reaches them",
         ));
     }
-    if name.starts_with("llama_") {
-        return Ok(Outcome::Skipped(
-            "pending: waits for the Hugging Face loader",
-        ));
+    if let Some(model) = name.strip_suffix("_io") {
+        let case = Case::load(folder, name)?;
+        let mut report = Report::default();
+        llama(&folder.join(model), &case, &mut report)?;
+        return Ok(Outcome::Ran(report));
     }
     let case = Case::load(folder, name)?;
     let mut report = Report::default();
@@ -328,6 +330,61 @@ fn precisions(case: &Case, report: &mut Report) -> Result<Vec<(DType, f64, f64)>
             .push("float64 only, f32 skipped: its phase is noise there"),
     }
     Ok(precisions)
+}
+
+/// `llama_*_io`: logits of a whole model, at once and token by token, and the tokens it chooses; from the folder beside
+/// the case, with the configuration of transformers 5 and with that of transformers 4.
+fn llama(folder: &Path, case: &Case, report: &mut Report) -> Result<()> {
+    let ids = case.tensor("input_ids")?;
+    let chosen = case.tensor("greedy_tokens")?;
+    let (batch, len) = ids.dims2()?;
+    let last = |logits: &Tensor| logits.narrow(1, logits.dim(1)? - 1, 1);
+    for config in ["config.json", "config.v4.json"] {
+        let copy = tempfile::tempdir()?;
+        for (from, to) in [
+            (config, "config.json"),
+            ("model.safetensors", "model.safetensors"),
+        ] {
+            std::fs::copy(folder.join(from), copy.path().join(to))?;
+        }
+        let saved = ModelFolder::open(copy.path())?;
+        for (dtype, tolerance) in [(DType::F64, 1e-9), (DType::F32, 1e-4)] {
+            let model = saved.load(dtype, &CPU)?;
+            let mut cache = KvCache::new(saved.config().num_hidden_layers);
+            let mut run = |tokens: &Tensor, from: usize| {
+                let positions = Positions::Span {
+                    start: from as i64,
+                    len: tokens.dim(1)?,
+                };
+                model.forward_at(tokens, &positions, Some(&mut cache), &mut Ctx::default())
+            };
+            let at = |what: &str| format!("{what} {dtype:?} {config}");
+            let logits = run(ids, 0)?;
+            report.absolute(
+                at("prefill_logits"),
+                &logits,
+                case.tensor("prefill_logits")?,
+                tolerance,
+            )?;
+            let mut steps = vec![last(&logits)?];
+            let mut tokens = Vec::new();
+            for step in 0..chosen.dim(1)? {
+                let best = steps[step].argmax(D::Minus1)?; // (B,1)
+                steps.push(run(&best, len + step)?);
+                tokens.push(best.to_dtype(DType::I64)?);
+            }
+            let tokens = Tensor::cat(&tokens, 1)?.reshape((batch, ()))?;
+            report.absolute(at("greedy_tokens"), &tokens, chosen, 0.)?;
+            let steps = Tensor::cat(&steps, 1)?;
+            report.absolute(
+                at("step_logits"),
+                &steps,
+                case.tensor("step_logits")?,
+                tolerance,
+            )?;
+        }
+    }
+    Ok(())
 }
 
 /// `plain_*`, `plain_alibi_*` and `tapa_*`: out, lse, dq, dk, dv.

@@ -41,6 +41,7 @@ pub use nope::Nope;
 pub use rope::{Rope, RopeConfig};
 pub use rope_scaling::{LongRope, RopeFrequencies, RopeScaling, Yarn};
 pub use tapa::{PhaseForm, PhaseNorm, Tapa, TapaConfig};
+pub(crate) use tape::{is_last_update, published_name};
 pub use tape::{HeadMixing, StateNorm, Tape, TapeConfig};
 
 /// Projected queries, keys and values of one layer.

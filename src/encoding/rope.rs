@@ -13,8 +13,9 @@
 //! [`Layout::Half`]. Angles, cosines and sines are made in f64 and rounded once, to f32: at position 100 000 an angle
 //! made in f32 is off by 1e-2.
 
-use super::rope_scaling::{agreed, Fields, Setting};
+use super::rope_scaling::{agreed, Setting};
 use super::{Ctx, Encoding, ModelDims, PosState, Qkv, RopeFrequencies, RopeScaling};
+use crate::json::{brief, Fields};
 use crate::positions::Positions;
 use crate::rotate::{rotate, Layout, Rotation};
 use candle_core::{bail, DType, Device, Result, Tensor};
@@ -77,17 +78,31 @@ impl RopeConfig {
     /// is then what to give; the message names the field and its value. Ranges are checked by
     /// [`frequencies`](Self::frequencies), which knows the sizes.
     pub fn from_hf(config: &Value) -> Result<Self> {
-        let outside = Fields::of(config, "config")?;
+        let outside = Fields::of("rope", config, "config")?;
         refuse_other_names(&outside)?;
-        let none = serde_json::Map::new();
-        let inside = match (outside.get("rope_parameters"), outside.get("rope_scaling")) {
-            (Some(new), Some(old)) if new != old => {
-                bail!("rope: rope_parameters {new} and rope_scaling {old} contradict each other")
-            }
-            (Some(new), _) => Fields::of(new, "rope_parameters")?,
-            (None, Some(old)) => Fields::of(old, "rope_scaling")?,
-            (None, None) => Fields { map: &none },
+        let stated = |name| -> Result<Option<(Self, &Value)>> {
+            let Some(value) = outside.get(name) else {
+                return Ok(None);
+            };
+            let inside = Fields::of("rope", value, name)?;
+            Ok(Some((Self::from_parts(&inside, &outside)?, value)))
         };
+        match (stated("rope_parameters")?, stated("rope_scaling")?) {
+            (Some((new, a)), Some((old, b))) if new != old => bail!(
+                "rope: rope_parameters {} and rope_scaling {} contradict each other",
+                brief(a),
+                brief(b)
+            ),
+            (Some((config, _)), _) | (None, Some((config, _))) => Ok(config),
+            (None, None) => {
+                let none = serde_json::Map::new();
+                Self::from_parts(&Fields::in_map("rope", &none), &outside)
+            }
+        }
+    }
+
+    /// Reads one object of parameters and what stands beside it.
+    fn from_parts(inside: &Fields, outside: &Fields) -> Result<Self> {
         let number = |name| agreed(name, inside.number(name)?, outside.number(name)?);
         let default = Self::default();
         Ok(Self {
@@ -95,8 +110,50 @@ impl RopeConfig {
             partial_rotary_factor: number("partial_rotary_factor")?
                 .unwrap_or(default.partial_rotary_factor),
             layout: default.layout,
-            scaling: RopeScaling::from_hf(&inside, &outside)?,
+            scaling: RopeScaling::from_hf(inside, outside)?,
         })
+    }
+
+    /// What a `config.json` of both generations says to make transformers' LLaMA rotate as this does, read back by
+    /// [`from_hf`](Self::from_hf); `None` where one of the generations would do something else, or nothing.
+    pub(crate) fn to_hf(&self, dims: &ModelDims) -> Option<serde_json::Map<String, Value>> {
+        let whole = self.partial_rotary_factor == 1.
+            || matches!(self.scaling, RopeScaling::Proportional { .. });
+        if self.layout != Layout::Half || !whole {
+            return None;
+        }
+        let scaling = self.scaling.to_hf(Setting {
+            theta: self.theta,
+            head_dim: dims.head_dim,
+            partial_rotary_factor: self.partial_rotary_factor,
+            max_positions: dims.max_positions,
+            seq_len: None,
+        })?;
+        let mut map = serde_json::Map::new();
+        let mut inside = scaling.clone();
+        inside.insert("rope_theta".into(), self.theta.into());
+        if self.partial_rotary_factor != 1. {
+            let partial = self.partial_rotary_factor;
+            map.insert("partial_rotary_factor".into(), partial.into());
+            inside.insert("partial_rotary_factor".into(), partial.into());
+        }
+        if let (RopeScaling::LongRope(_), Some(original)) = (
+            &self.scaling,
+            scaling.get("original_max_position_embeddings"),
+        ) {
+            // transformers 4 looks for it here alone.
+            map.insert("original_max_position_embeddings".into(), original.clone());
+        }
+        map.insert("rope_theta".into(), self.theta.into());
+        map.insert(
+            "rope_scaling".into(),
+            match self.scaling {
+                RopeScaling::Default => Value::Null,
+                _ => scaling.into(),
+            },
+        );
+        map.insert("rope_parameters".into(), inside.into());
+        Some(map)
     }
 
     /// How fast each rotated pair turns in a head of width `head_dim`, in a model for up to `max_positions` tokens, for

@@ -17,6 +17,7 @@
 //! where YaRN's ramp would end before it begins (L or θ so small that every pair turns slowly, or every pair fast),
 //! Hugging Face's formula runs backwards; here it is a step.
 
+use crate::json::{brief, Fields};
 use candle_core::{bail, Result};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
@@ -286,7 +287,7 @@ impl RopeScaling {
     pub(super) fn from_hf(dict: &Fields, outside: &Fields) -> Result<Self> {
         for name in ["short_mscale", "long_mscale"] {
             if let Some(value) = dict.get(name) {
-                bail!("rope: {name} {value} is not supported")
+                bail!("rope: {name} {} is not supported", brief(value))
             }
         }
         let kind = match (dict.text("rope_type")?, dict.text("type")?) {
@@ -295,10 +296,10 @@ impl RopeScaling {
             }
             (Some(kind), _) | (None, Some(kind)) => kind,
             (None, None) => {
-                if let Some((name, value)) = dict.map.iter().find(|(name, _)| {
+                if let Some((name, value)) = dict.all().find(|(name, _)| {
                     !matches!(name.as_str(), "rope_theta" | "partial_rotary_factor")
                 }) {
-                    bail!("rope: no rope_type beside {name} = {value} (settings by layer type are not supported)")
+                    bail!("rope: no rope_type beside {name} = {} (settings by layer type are not supported)", brief(value))
                 }
                 "default"
             }
@@ -353,20 +354,66 @@ impl RopeScaling {
             other => bail!("rope: unknown rope type {other:?}"),
         })
     }
+
+    /// The parameters as `rope_scaling` and `rope_parameters` have them, `None` where transformers 4 and 5 do not both
+    /// compute what is computed here (or refuse): they have no ntk, read `factor` in one generation and take
+    /// max/original in the other, and differ where YaRN's ramp has no room.
+    pub(super) fn to_hf(&self, setting: Setting) -> Option<Map<String, Value>> {
+        let stated = |original: Option<usize>, factor: Option<f64>| match (original, factor) {
+            (Some(original), Some(factor)) => {
+                factor == setting.max_positions as f64 / original as f64
+            }
+            (original, factor) => original.is_some() || factor.is_some(),
+        };
+        let same = match self {
+            Self::Ntk { .. } => false,
+            Self::Yarn(yarn) => {
+                let original = yarn.original_max_position_embeddings;
+                yarn.factor.is_some()
+                    && stated(original, yarn.factor)
+                    && yarn.has_room(original.unwrap_or(setting.max_positions), &setting)
+            }
+            Self::LongRope(longrope) => {
+                stated(longrope.original_max_position_embeddings, longrope.factor)
+            }
+            _ => true,
+        };
+        let Ok(Value::Object(mut map)) = serde_json::to_value(self) else {
+            return None;
+        };
+        map.retain(|_, value| !value.is_null());
+        same.then_some(map)
+    }
 }
 
 impl Yarn {
+    /// Whether the ramp ends behind its beginning by itself, so that Hugging Face's formula gives the same.
+    fn has_room(&self, original: usize, setting: &Setting) -> bool {
+        let Setting {
+            theta, head_dim, ..
+        } = *setting;
+        let ends = self.ends(original as f64, head_dim, theta);
+        let bounded = (ends.0.max(0.), ends.1.min(head_dim as f64 - 1.));
+        bounded.0 <= bounded.1
+    }
+
+    /// The pairs, as real numbers, that turn `beta_fast` and `beta_slow` times.
+    fn ends(&self, original: f64, rotated: usize, theta: f64) -> (f64, f64) {
+        let pair =
+            |turns: f64| rotated as f64 * (original / (turns * 2. * PI)).ln() / (2. * theta.ln());
+        let (low, high) = (pair(self.beta_fast), pair(self.beta_slow));
+        match self.truncate {
+            true => (low.floor(), high.ceil()),
+            false => (low, high),
+        }
+    }
+
     /// The pairs, as real numbers, between which frequencies go over from kept to slowed; the second is above the
     /// first.
     fn ramp(&self, original: f64, rotated: usize, theta: f64) -> (f64, f64) {
-        let pair =
-            |turns: f64| rotated as f64 * (original / (turns * 2. * PI)).ln() / (2. * theta.ln());
-        let (mut low, mut high) = (pair(self.beta_fast), pair(self.beta_slow));
-        if self.truncate {
-            (low, high) = (low.floor(), high.ceil());
-        }
-        low = low.max(0.);
-        high = high.min(rotated as f64 - 1.).max(low);
+        let (low, high) = self.ends(original, rotated, theta);
+        let low = low.max(0.);
+        let high = high.min(rotated as f64 - 1.).max(low);
         (low, if high == low { low + 0.001 } else { high })
     }
 
@@ -513,76 +560,6 @@ pub(super) fn agreed<T: PartialEq + std::fmt::Display>(
             bail!("rope: {name} is {inside} among the rope parameters and {outside} beside them")
         }
         (inside, outside) => Ok(inside.or(outside)),
-    }
-}
-
-/// An object of a `config.json`, read field by field; null is absence.
-pub(super) struct Fields<'a> {
-    pub map: &'a Map<String, Value>,
-}
-
-impl<'a> Fields<'a> {
-    pub fn of(value: &'a Value, name: &str) -> Result<Self> {
-        match value {
-            Value::Object(map) => Ok(Self { map }),
-            other => bail!("rope: {name} must be an object, got {other}"),
-        }
-    }
-
-    pub fn get(&self, name: &str) -> Option<&'a Value> {
-        self.map.get(name).filter(|value| !value.is_null())
-    }
-
-    pub fn number(&self, name: &str) -> Result<Option<f64>> {
-        self.read(name, "a number", Value::as_f64)
-    }
-
-    /// A count of tokens; some files write 8192.0.
-    pub fn count(&self, name: &str) -> Result<Option<usize>> {
-        self.read(name, "a whole number of tokens", |value| {
-            let number = value.as_f64()?;
-            let whole = number >= 0. && number.fract() == 0. && number < (1u64 << 53) as f64;
-            whole.then_some(number as usize)
-        })
-    }
-
-    fn numbers(&self, name: &str) -> Result<Option<Vec<f64>>> {
-        self.read(name, "a list of numbers", |value| {
-            value.as_array()?.iter().map(Value::as_f64).collect()
-        })
-    }
-
-    fn flag(&self, name: &str) -> Result<Option<bool>> {
-        self.read(name, "true or false", Value::as_bool)
-    }
-
-    fn text(&self, name: &str) -> Result<Option<&'a str>> {
-        self.read(name, "a name", Value::as_str)
-    }
-
-    fn required<T>(&self, name: &str, value: Option<T>) -> Result<T> {
-        match value {
-            Some(value) => Ok(value),
-            None => bail!(
-                "rope: {name} is missing among {}",
-                Value::Object(self.map.clone())
-            ),
-        }
-    }
-
-    fn read<T>(
-        &self,
-        name: &str,
-        kind: &str,
-        read: impl Fn(&'a Value) -> Option<T>,
-    ) -> Result<Option<T>> {
-        match self.get(name) {
-            None => Ok(None),
-            Some(value) => match read(value) {
-                None => bail!("rope: {name} must be {kind}, got {value}"),
-                some => Ok(some),
-            },
-        }
     }
 }
 

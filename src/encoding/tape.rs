@@ -38,6 +38,11 @@ use candle_nn::{Init, VarBuilder};
 use rand::RngExt;
 use serde::{Deserialize, Serialize};
 
+/// Name of the published weights of the attention update, in a layer.
+const MATRIX: &str = "post_attention_linear.weight";
+/// Name of the gains in their place.
+const GAIN: &str = "post_attention_gain";
+
 /// Parameters of TAPE. The default is that of the published code.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
@@ -326,8 +331,6 @@ impl Update {
             })
         };
         let attention = || -> Result<AttentionUpdate> {
-            const MATRIX: &str = "post_attention_linear.weight";
-            const GAIN: &str = "post_attention_gain";
             let matrix = || vb.get_with_hints((heads, heads), MATRIX, zeros);
             // The builder of a new model knows neither name yet, and makes a gain.
             let published = vb.contains_tensor(MATRIX) && !vb.contains_tensor(GAIN);
@@ -344,6 +347,19 @@ impl Update {
             token: config.token_update.then(token).transpose()?,
         })
     }
+}
+
+/// The published name of what stands in for a `post_attention_gain`: a matrix, whose row sums are the gains.
+pub(crate) fn published_name(name: &str) -> Option<String> {
+    let layer = name.strip_suffix(GAIN)?;
+    Some(format!("{layer}{MATRIX}"))
+}
+
+/// Whether this is a weight of the last layer's update, which the published code has and no layer reads.
+pub(crate) fn is_last_update(name: &str, layers: usize) -> bool {
+    let last = format!("model.layers.{}.", layers.saturating_sub(1));
+    let rest = name.strip_prefix(&last);
+    rest.is_some_and(|rest| rest.starts_with("pe.") || rest == MATRIX)
 }
 
 impl AttentionUpdate {
