@@ -21,12 +21,11 @@ mod common;
 use candle_core::{bail, DType, Device, Result, Tensor};
 use candle_nn::{Init, VarBuilder};
 use candle_posenc::encoding::{Rope, RopeConfig};
+use candle_posenc::train::{Parameters, Schedule, StepReport, Trainer, TrainerConfig};
 use candle_posenc::{
     Ctx, Encoding, KvCache, Llama, LlamaConfig, ModelDims, PosState, Positions, Qkv, SeededVars,
 };
 use common::tales::tales;
-use common::training::{Schedule, Trainer};
-use rand::{rngs::StdRng, SeedableRng};
 use std::sync::Arc;
 
 /// RoPE, with no position in every n-th layer but a learned sharpening.
@@ -112,18 +111,30 @@ fn main() -> Result<()> {
         ..LlamaConfig::default()
     };
 
-    let vars = SeededVars::new(0);
-    let vb = vars.builder(DType::F32, &device);
+    let parameters = Parameters::new(SeededVars::new(0));
+    let vb = parameters.builder(DType::F32, &device);
     let encoding = Interleaved::new(2, &config.dims(), vb.pp("model"))?;
     let sharpening: Vec<Tensor> = encoding.sharpening.iter().flatten().cloned().collect();
     let model = Llama::with_encoding(&config, Arc::new(encoding), vb)?;
 
     // Train.
     let text = tales(1 << 18, 0);
-    let mut rng = StdRng::seed_from_u64(0);
-    let mut trainer = Trainer::new(vars.vars(), Schedule::new(5e-3, STEPS))?;
-    for step in 1..=STEPS {
-        let loss = trainer.step(&model, &text, (BATCH, LENGTH), &mut rng, &device)?;
+    let tokens: Vec<u32> = text.into_iter().map(u32::from).collect();
+    let schedule = Schedule::Cosine {
+        peak: 5e-3,
+        warm_up: 6,
+        floor: 0.1,
+    };
+    let recipe = TrainerConfig {
+        batch: BATCH,
+        length: LENGTH,
+        steps: STEPS,
+        schedule,
+        ..TrainerConfig::default()
+    };
+    let mut trainer = Trainer::new(model.clone(), parameters, tokens.clone(), recipe)?;
+    while !trainer.is_finished() {
+        let StepReport { step, loss, .. } = trainer.step()?;
         if step == 1 || step % 10 == 0 {
             println!("step {step:>3}  loss {loss:.3}");
         }
@@ -134,8 +145,7 @@ fn main() -> Result<()> {
     }
 
     // Read a text at once, then in parts with a cache: a prompt first, then token by token.
-    let tokens: Vec<u32> = text[..LENGTH].iter().map(|b| u32::from(*b)).collect();
-    let tokens = Tensor::from_vec(tokens, (1, LENGTH), &device)?;
+    let tokens = Tensor::from_slice(&tokens[..LENGTH], (1, LENGTH), &device)?;
     let whole = model.forward(&tokens, &mut Ctx::default())?;
     let mut cache = KvCache::new(config.num_hidden_layers);
     let mut parts = Vec::new();

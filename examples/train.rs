@@ -3,23 +3,36 @@
 //! ```text
 //! cargo run --release --example train                                  # a made text, under three minutes
 //! cargo run --release --example train -- --encoding rope
-//! cargo run --release --example train -- --text book.txt --steps 2000 --out model
+//! cargo run --release --example train -- --text book.txt --steps 2000 --out run
+//! cargo run --release --example train -- --text book.txt --steps 2000 --out run --resume    # after an interruption
 //! cargo run --release --example train -- --config encoding.json        # {"type": "rope", "theta": 500000.0}
 //! ```
+//!
+//! The folder of a run holds
+//! ```text
+//! config.json model.safetensors    the model, once trained
+//! log.csv                          loss, gradient norm, learning rate and speed of every step
+//! checkpoints/step-00000123/       what it takes to go on after step 123, the newest two
+//! ```
+//! The same command with `--resume` goes on from the newest checkpoint. On the CPU, with the same number of threads, the
+//! weights are then bit for bit those of a run without interruption.
 
 mod common;
 
 use candle_core::{bail, DType, Device, Error, Result};
+use candle_posenc::hf::{self, ModelFolder, SaveOptions};
+use candle_posenc::train::{
+    AdamWConfig, Log, Parameters, Recompute, Schedule, Trainer, TrainerConfig,
+};
 use candle_posenc::{EncodingConfig, Llama, LlamaConfig, SeededVars};
-use clap::Parser;
+use clap::{Parser, ValueEnum};
 use common::evaluation::perplexity;
 use common::message;
 use common::names::{BackendName, EncodingName};
 use common::progress::Progress;
 use common::sampling::write_on;
 use common::text::{about, read, Text};
-use common::training::{Schedule, Trainer};
-use rand::{rngs::StdRng, SeedableRng};
+use rand::{rngs::ChaCha12Rng, SeedableRng};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
@@ -49,6 +62,14 @@ struct Options {
     /// An EncodingConfig in JSON, for encodings with other parameters
     #[arg(long, value_name = "FILE", conflicts_with = "encoding")]
     config: Option<PathBuf>,
+
+    /// A model's folder to start from, in place of a new model; it must work on bytes
+    #[arg(
+        long,
+        value_name = "DIR",
+        conflicts_with_all = ["encoding", "config", "layers", "width", "heads", "kv_heads"]
+    )]
+    from: Option<PathBuf>,
 
     /// Layers
     #[arg(
@@ -124,13 +145,84 @@ struct Options {
     #[arg(long, value_name = "TEXT")]
     prompt: Option<String>,
 
-    /// Folder to write model.safetensors and config.json to
+    /// Batches whose gradients are averaged before each step
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    accumulate: usize,
+
+    /// How the learning rate goes after a warm-up of a tenth of the steps, at most 100
+    #[arg(long, value_enum, value_name = "NAME", default_value = "cosine")]
+    schedule: ScheduleName,
+
+    /// Decay of matrices, in learning rates
+    #[arg(
+        long,
+        value_name = "DECAY",
+        default_value_t = 0.,
+        allow_negative_numbers = true
+    )]
+    weight_decay: f64,
+
+    /// Largest norm of all gradients together
+    #[arg(
+        long,
+        value_name = "NORM",
+        default_value_t = 1.,
+        allow_negative_numbers = true
+    )]
+    clip: f64,
+
+    /// What the model computes in; weights are kept in f32
+    #[arg(long, value_enum, value_name = "NAME", default_value = "f32")]
+    dtype: DTypeName,
+
+    /// Compute each layer's activations again in the backward pass: much less memory, up to a third more time
+    #[arg(long)]
+    recompute: bool,
+
+    /// Folder of the run, for the model, a log and checkpoints; it must be new or empty
     #[arg(long, value_name = "DIR")]
     out: Option<PathBuf>,
+
+    /// Steps between checkpoints [default: a tenth of the steps]
+    #[arg(long, value_name = "N", requires = "out")]
+    checkpoint_every: Option<usize>,
+
+    /// Go on with the run in --out from its newest checkpoint
+    #[arg(long, requires = "out")]
+    resume: bool,
 
     /// A small model and few steps, done in seconds; single sizes can still be given
     #[arg(long)]
     toy: bool,
+}
+
+/// How the learning rate goes after its warm-up.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum ScheduleName {
+    /// It stays, without a warm-up.
+    Constant,
+    /// A straight line down to 0.
+    Linear,
+    /// Half a cosine down to a tenth.
+    Cosine,
+    /// It stays, then a straight line to 0 over the last fifth.
+    Stable,
+}
+
+/// What a model computes in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum DTypeName {
+    F32,
+    Bf16,
+}
+
+impl From<DTypeName> for DType {
+    fn from(name: DTypeName) -> Self {
+        match name {
+            DTypeName::F32 => Self::F32,
+            DTypeName::Bf16 => Self::BF16,
+        }
+    }
 }
 
 fn main() -> ExitCode {
@@ -138,44 +230,69 @@ fn main() -> ExitCode {
 }
 
 fn run(options: &Options) -> Result<()> {
-    let config = model_config(options)?;
+    let recipe = recipe(options)?;
+    let from = match &options.from {
+        Some(path) => Some(open_model(path)?),
+        None => None,
+    };
+    let config = match &from {
+        Some(from) => from.config().clone(),
+        None => model_config(options)?,
+    };
     let text = Text::open(&options.text, options.length)?;
     let prompt = prompt(options, &text)?;
-    if let Some(out) = &options.out {
-        // Before training: a folder that cannot be written to should not cost a model.
-        save_config(&config, out)?;
-    }
+    // Before training: a folder that cannot be written to should not cost a model.
+    let out = options.out.as_deref();
+    out.map_or(Ok(()), |out| check_folder(out, options.resume))?;
 
     let device = Device::Cpu;
-    let vars = SeededVars::new(options.seed);
-    let model = Llama::new(&config, vars.builder(DType::F32, &device))?
+    let parameters = Parameters::new(SeededVars::new(options.seed));
+    let model = Llama::new(&config, parameters.builder(options.dtype.into(), &device))?
         .with_backend(options.backend.into());
-    print_facts(&model, &vars, &text, options)?;
-    train(&model, &vars, &text, options, &device)?;
-    if let Some(out) = &options.out {
-        vars.save(out.join("model.safetensors"))?;
+    if let Some(from) = &from {
+        from.load_into(parameters.masters())?;
+        parameters.refresh()?;
+    }
+    print_facts(&model, &parameters, &text, options)?;
+    let tokens: Vec<u32> = text.training.iter().map(|byte| u32::from(*byte)).collect();
+    let mut trainer = Trainer::new(model, parameters, tokens, recipe)?;
+    train(&mut trainer, options)?;
+    if let Some(out) = out {
+        let vars = trainer.parameters().masters();
+        let beside = from.map_or_else(SaveOptions::default, |from| from.save_options());
+        hf::save(out, &config, vars, &beside)?;
         println!("saved      {}", out.display());
     }
-    print_reach(&model, &text, options.length, &device)?;
-    print_sample(&model, &prompt, options, &device)
+    print_reach(trainer.model(), &text, options.length, &device)?;
+    print_sample(trainer.model(), &prompt, options, &device)
 }
 
 /// What this run is about, before it starts.
-fn print_facts(model: &Llama, vars: &SeededVars, text: &Text, options: &Options) -> Result<()> {
+fn print_facts(
+    model: &Llama,
+    parameters: &Parameters,
+    text: &Text,
+    options: &Options,
+) -> Result<()> {
     let &Options {
-        layers,
-        width,
-        heads,
         length,
         batch,
         steps,
+        accumulate,
         lr,
         seed,
         ..
     } = options;
-    let kv_heads = model.config().num_key_value_heads;
-    let weights: usize = vars.vars().iter().map(|var| var.elem_count()).sum();
-    let encoding = serde_json::to_string(&model.config().encoding).map_err(Error::wrap)?;
+    let batches = match accumulate {
+        1 => String::new(),
+        n => format!("{n} batches of "),
+    };
+    let config = model.config();
+    let (layers, width) = (config.num_hidden_layers, config.hidden_size);
+    let (heads, kv_heads) = (config.num_attention_heads, config.num_key_value_heads);
+    let weights = parameters.all();
+    let weights: usize = weights.iter().map(|p| p.master.elem_count()).sum();
+    let encoding = serde_json::to_string(&config.encoding).map_err(Error::wrap)?;
     let (training, held_out) = (text.training.len(), text.held_out.len());
     let plan = model.plan(0, batch, length)?;
     println!("model      {weights} weights: {layers} layers of width {width}, {heads} query and {kv_heads} key/value heads");
@@ -184,10 +301,24 @@ fn print_facts(model: &Llama, vars: &SeededVars, text: &Text, options: &Options)
         "text       {training} bytes to train on, {held_out} held out: {}",
         text.name
     );
-    println!("training   {steps} steps of {batch} windows of {length} bytes, learning rate {lr}, seed {seed}");
-    println!("device     CPU");
+    println!("training   {steps} steps of {batches}{batch} windows of {length} bytes, learning rate {lr}, seed {seed}");
+    let dtype = DType::from(options.dtype).as_str();
+    println!("device     CPU, computing in {dtype}");
     println!("attention  {plan}");
     Ok(())
+}
+
+/// A model to go on training: one of bytes, as this program's are.
+fn open_model(path: &Path) -> Result<ModelFolder> {
+    let folder = ModelFolder::open(path)?;
+    let vocab = folder.config().vocab_size;
+    if vocab != 256 || folder.tokenizer().is_some() {
+        bail!(
+            "--from {}: its {vocab} tokens are not bytes, on which this program trains",
+            path.display()
+        )
+    }
+    Ok(folder)
 }
 
 /// The model that the options describe.
@@ -197,30 +328,15 @@ fn model_config(options: &Options) -> Result<LlamaConfig> {
         width,
         heads,
         length,
-        batch,
-        steps,
-        lr,
         ..
     } = options;
     let kv_heads = options.kv_heads.unwrap_or(heads);
-    for (name, value) in [
+    check_sizes(&[
         ("layers", layers),
         ("width", width),
         ("heads", heads),
         ("kv-heads", kv_heads),
-        ("batch", batch),
-        ("steps", steps),
-    ] {
-        if value == 0 {
-            bail!("--{name} must be at least 1")
-        }
-    }
-    if length < 4 {
-        bail!("--length must be at least 4 bytes, got {length}")
-    }
-    if !(lr > 0. && lr.is_finite()) {
-        bail!("--lr must be above 0, got {lr}")
-    }
+    ])?;
     if width % heads != 0 {
         bail!("--heads must divide --width; {heads} does not divide {width}")
     }
@@ -232,9 +348,6 @@ fn model_config(options: &Options) -> Result<LlamaConfig> {
         .saturating_add(width.saturating_mul(256));
     if weights > MOST_WEIGHTS {
         bail!("--layers {layers} of --width {width} make more than {MOST_WEIGHTS} weights")
-    }
-    if batch.saturating_mul(length) > MOST_TOKENS {
-        bail!("--batch {batch} of --length {length} make more than {MOST_TOKENS} bytes in a step")
     }
     if heads % kv_heads != 0 {
         bail!("--kv-heads must divide --heads; {kv_heads} does not divide {heads}")
@@ -258,6 +371,13 @@ fn model_config(options: &Options) -> Result<LlamaConfig> {
     })
 }
 
+fn check_sizes(sizes: &[(&str, usize)]) -> Result<()> {
+    match sizes.iter().find(|(_, size)| *size == 0) {
+        Some((name, _)) => bail!("--{name} must be at least 1"),
+        None => Ok(()),
+    }
+}
+
 /// What the sample starts with; it leaves room for at least as much again within the training length.
 fn prompt(options: &Options, text: &Text) -> Result<Vec<u8>> {
     let longest = options.length / 2;
@@ -271,25 +391,137 @@ fn prompt(options: &Options, text: &Text) -> Result<Vec<u8>> {
     }
 }
 
-fn train(
-    model: &Llama,
-    vars: &SeededVars,
-    text: &Text,
-    options: &Options,
-    device: &Device,
-) -> Result<()> {
-    let mut rng = StdRng::seed_from_u64(options.seed);
-    let mut trainer = Trainer::new(vars.vars(), Schedule::new(options.lr, options.steps))?;
-    let mut progress = Progress::new(options.steps, options.batch * options.length)?;
-    for _ in 0..options.steps {
-        let loss = trainer.step(
-            model,
-            &text.training,
-            (options.batch, options.length),
-            &mut rng,
-            device,
-        )?;
-        progress.report(loss);
+/// How the options say that it is trained.
+fn recipe(options: &Options) -> Result<TrainerConfig> {
+    let &Options {
+        seed,
+        batch,
+        length,
+        accumulate,
+        steps,
+        lr,
+        weight_decay,
+        clip,
+        ..
+    } = options;
+    check_sizes(&[
+        ("batch", batch),
+        ("accumulate", accumulate),
+        ("steps", steps),
+        ("checkpoint-every", options.checkpoint_every.unwrap_or(1)),
+    ])?;
+    if length < 4 {
+        bail!("--length must be at least 4 bytes, got {length}")
+    }
+    if batch.saturating_mul(length) > MOST_TOKENS {
+        bail!("--batch {batch} of --length {length} make more than {MOST_TOKENS} bytes in a step")
+    }
+    for (name, value, least) in [
+        ("lr", lr, f64::MIN_POSITIVE),
+        ("clip", clip, f64::MIN_POSITIVE),
+        ("weight-decay", weight_decay, 0.),
+    ] {
+        if !(value >= least && value.is_finite()) {
+            let bound = if least > 0. { "above" } else { "at least" };
+            bail!("--{name} must be {bound} 0 and finite, got {value}")
+        }
+    }
+    let (peak, warm_up) = (lr, (steps / 10).clamp(1, 100));
+    let schedule = match options.schedule {
+        ScheduleName::Constant => Schedule::Constant { peak },
+        ScheduleName::Linear => Schedule::Linear {
+            peak,
+            warm_up,
+            floor: 0.,
+        },
+        ScheduleName::Cosine => Schedule::Cosine {
+            peak,
+            warm_up,
+            floor: 0.1,
+        },
+        ScheduleName::Stable => Schedule::Stable {
+            peak,
+            warm_up,
+            decay: steps / 5,
+            floor: 0.,
+        },
+    };
+    Ok(TrainerConfig {
+        seed,
+        batch,
+        length,
+        accumulation: accumulate,
+        steps,
+        schedule,
+        adamw: AdamWConfig {
+            weight_decay,
+            ..AdamWConfig::default()
+        },
+        clip: Some(clip),
+        recompute: match options.recompute {
+            true => Recompute::Blocks,
+            false => Recompute::Nothing,
+        },
+    })
+}
+
+/// The record of a run in its folder.
+const LOG: &str = "log.csv";
+
+/// A run begins in a new or an empty folder, and goes on in its own.
+fn check_folder(out: &Path, resume: bool) -> Result<()> {
+    std::fs::create_dir_all(out).map_err(|e| about(out, e))?;
+    let mut entries = std::fs::read_dir(out).map_err(|e| about(out, e))?;
+    let empty = entries.next().is_none();
+    if !empty && !resume {
+        bail!(
+            "--out {} is not empty: add --resume to go on with the run in it, or name another folder",
+            out.display()
+        )
+    }
+    if !empty && !out.join(LOG).exists() {
+        bail!("--out {} holds no run to go on with", out.display())
+    }
+    Ok(())
+}
+
+/// All steps that are left, with a log and checkpoints where the run has a folder.
+fn train(trainer: &mut Trainer, options: &Options) -> Result<()> {
+    let (steps, out) = (options.steps, options.out.as_deref());
+    let every = options.checkpoint_every.unwrap_or(steps.div_ceil(10));
+    let checkpoints = out.map(|out| out.join("checkpoints"));
+    if let Some(folder) = checkpoints.as_ref().filter(|_| options.resume) {
+        match trainer.resume(folder)? {
+            Some(resumed) => {
+                for note in resumed.notes {
+                    println!("note       {note}");
+                }
+                println!(
+                    "resumed    {} of {steps} steps are done: {}",
+                    resumed.step,
+                    resumed.folder.display()
+                );
+            }
+            None => println!("resumed    no checkpoint yet: from the start"),
+        }
+    }
+    let done = trainer.steps_done();
+    let mut log = match out {
+        Some(out) => Some(Log::resume(out.join(LOG), 1, done)?),
+        None => None,
+    };
+    let mut progress = Progress::new(steps, done)?;
+    while !trainer.is_finished() {
+        let report = trainer.step()?;
+        progress.report(&report);
+        if let Some(log) = &mut log {
+            log.record(&report)?;
+        }
+        if report.step.is_multiple_of(every) || trainer.is_finished() {
+            if let Some(folder) = &checkpoints {
+                trainer.save(folder)?;
+            }
+        }
     }
     progress.finish();
     Ok(())
@@ -349,7 +581,7 @@ fn common_part(held_out: &[u8], length: usize) -> &[u8] {
 
 /// The prompt and what the model writes on, up to the training length.
 fn print_sample(model: &Llama, prompt: &[u8], options: &Options, device: &Device) -> Result<()> {
-    let mut rng = StdRng::seed_from_u64(options.seed);
+    let mut rng = ChaCha12Rng::seed_from_u64(options.seed);
     let count = options.length - prompt.len();
     let written = write_on(model, prompt, count, TEMPERATURE, &mut rng, device)?;
     println!("\nSample of {count} bytes at temperature {TEMPERATURE}, with a key/value cache, after the prompt in ⟨⟩:");
@@ -361,13 +593,6 @@ fn print_sample(model: &Llama, prompt: &[u8], options: &Options, device: &Device
 fn printable(bytes: &[u8]) -> String {
     let shown = |c: char| matches!(c, '\n' | '\t') || !c.is_control();
     String::from_utf8_lossy(bytes).replace(|c| !shown(c), "\u{fffd}")
-}
-
-fn save_config(config: &LlamaConfig, folder: &Path) -> Result<()> {
-    std::fs::create_dir_all(folder).map_err(|e| about(folder, e))?;
-    let path = folder.join("config.json");
-    let json = serde_json::to_string_pretty(config).map_err(Error::wrap)?;
-    std::fs::write(&path, json + "\n").map_err(|e| about(&path, e))
 }
 
 #[cfg(test)]
@@ -385,18 +610,38 @@ mod tests {
             (["--heads", "3"], "3 does not divide 128"),
             (["--kv-heads", "3"], "3 does not divide 4"),
             (["--kv-heads", "0"], "--kv-heads"),
-            (["--steps", "0"], "--steps"),
-            (["--length", "1"], "--length"),
-            (["--lr", "-1"], "--lr"),
-            (["--lr", "inf"], "--lr"),
             (["--width", "10000000000000000000"], "--width"),
             (["--layers", "10000000000"], "--layers"),
-            (["--batch", "1000000000000"], "--batch"),
             (["--config", "no such file"], "no such file"),
         ] {
             let told_of = message(&model_config(&options(&words)).unwrap_err());
             assert!(told_of.contains(told), "{words:?}: {told_of}");
             assert_eq!(told_of.lines().count(), 1, "{told_of}");
+        }
+    }
+
+    #[test]
+    fn recipe_numbers_out_of_range_refused_in_one_line() {
+        for (words, told) in [
+            (["--steps", "0"], "--steps"),
+            (["--length", "1"], "--length"),
+            (["--batch", "1000000000000"], "--batch"),
+            (["--accumulate", "0"], "--accumulate"),
+            (["--lr", "-1"], "--lr"),
+            (["--lr", "inf"], "--lr"),
+            (["--clip", "0"], "--clip"),
+            (["--weight-decay", "-1"], "--weight-decay"),
+            (["--weight-decay", "nan"], "--weight-decay"),
+        ] {
+            let told_of = message(&recipe(&options(&words)).unwrap_err());
+            assert!(told_of.contains(told), "{words:?}: {told_of}");
+            assert_eq!(told_of.lines().count(), 1, "{told_of}");
+        }
+        for name in ["constant", "linear", "cosine", "stable"] {
+            for steps in ["1", "2", "7", "5000"] {
+                let words = ["--schedule", name, "--steps", steps];
+                recipe(&options(&words)).unwrap().validate().unwrap();
+            }
         }
     }
 
@@ -419,23 +664,59 @@ mod tests {
         let error = run(&options(&["--toy", "--lr", "1e30"])).unwrap_err();
         let told = message(&error);
         assert!(
-            told.contains(" at step 2") && told.contains("--lr"),
+            told.contains(" at step 2") && told.contains("learning rate"),
             "{told}"
         );
     }
 
     #[test]
-    fn run_folder_that_cannot_be_written_to_refused_before_training() -> Result<()> {
-        let folder = std::env::temp_dir().join(format!("train-blocked-{}", std::process::id()));
-        // A folder in the place of the file.
-        let blocked = folder.join("config.json");
-        std::fs::create_dir_all(&blocked).map_err(|e| about(&blocked, e))?;
-        let out = folder.display().to_string();
-        // Training would fail at this rate, and tell so.
-        let words = ["--toy", "--lr", "1e30", "--out", &out];
-        let told = message(&run(&options(&words)).unwrap_err());
-        assert!(told.contains("config.json"), "{told}");
-        std::fs::remove_dir_all(&folder).map_err(|e| about(&folder, e))
+    fn run_folder_that_cannot_be_a_run_refused_before_training() {
+        let folder = tempfile::tempdir().unwrap();
+        let taken = folder.path().join("taken");
+        std::fs::write(&taken, b"a file").unwrap();
+        for (out, told) in [
+            (folder.path(), "is not empty: add --resume"),
+            (&taken, "taken"),
+        ] {
+            let out = out.display().to_string();
+            // Training would fail at this rate, and tell so.
+            let words = ["--toy", "--lr", "1e30", "--out", &out];
+            let error = message(&run(&options(&words)).unwrap_err());
+            assert!(error.contains(told), "{error}");
+            assert_eq!(error.lines().count(), 1, "{error}");
+        }
+        assert_eq!(std::fs::read(&taken).unwrap(), b"a file");
+    }
+
+    #[test]
+    fn run_from_a_saved_model_starts_where_that_ended() -> Result<()> {
+        let folder = tempfile::tempdir()?;
+        let path = |name: &str| folder.path().join(name).display().to_string();
+        let (first, second) = (path("first"), path("second"));
+        run(&options(&["--toy", "--encoding", "tape", "--out", &first]))?;
+        run(&options(&["--toy", "--from", &first, "--out", &second]))?;
+        let losses = |run: &str| -> Vec<f64> {
+            let text = std::fs::read_to_string(Path::new(run).join(LOG)).unwrap();
+            let rows = text.lines().skip(1);
+            rows.map(|row| row.split(',').nth(1).unwrap().parse().unwrap())
+                .collect()
+        };
+        let (first, second) = (losses(&first), losses(&second));
+        assert!(first[0] > 5.4 && second[0] < 4., "{first:?} {second:?}");
+        Ok(())
+    }
+
+    #[test]
+    fn run_resumed_with_another_option_refused_by_its_name() {
+        let folder = tempfile::tempdir().unwrap();
+        let out = folder.path().display().to_string();
+        let words = ["--toy", "--steps", "4", "--out", &out];
+        run(&options(&words)).unwrap();
+        let other = [&words[..], &["--resume", "--batch", "5"]].concat();
+        let error = message(&run(&options(&other)).unwrap_err());
+        assert!(error.contains("recipe.batch is 4 there, 5 here"), "{error}");
+        // All steps are done: it only reports again.
+        run(&options(&[&words[..], &["--resume"]].concat())).unwrap();
     }
 
     #[test]
@@ -445,19 +726,19 @@ mod tests {
 
     #[test]
     fn run_toy_saves_a_model_that_loads_back_trained() -> Result<()> {
-        let folder = std::env::temp_dir().join(format!("train-toy-{}", std::process::id()));
+        let folder = tempfile::tempdir()?;
+        let folder = folder.path();
         let out = folder.display().to_string();
         run(&options(&["--toy", "--steps", "30", "--out", &out]))?;
 
-        let config: LlamaConfig =
-            serde_json::from_slice(&read(&folder.join("config.json"))?).map_err(Error::wrap)?;
+        let saved = ModelFolder::open(folder)?;
         let vars = SeededVars::new(1);
-        let model = Llama::new(&config, vars.builder(DType::F32, &Device::Cpu))?;
+        let model = Llama::new(saved.config(), vars.builder(DType::F32, &Device::Cpu))?;
         let text = tales(2000, 5);
         let untrained = perplexity(&model, &text, 32, &Device::Cpu)?.whole;
-        vars.load(folder.join("model.safetensors"))?;
+        saved.load_into(&vars)?;
         let trained = perplexity(&model, &text, 32, &Device::Cpu)?.whole;
         assert!(untrained > 200. && trained < 100., "{untrained} {trained}");
-        std::fs::remove_dir_all(&folder).map_err(|e| about(&folder, e))
+        Ok(())
     }
 }

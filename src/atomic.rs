@@ -97,13 +97,6 @@ pub(crate) fn remove_folder(path: &Path) -> Result<()> {
     place.close().map_err(|e| about(path, e))
 }
 
-/// Writes a file that others have filled through to the disk.
-pub(crate) fn sync_file(path: &Path) -> Result<()> {
-    let file = File::options().write(true).open(path);
-    let file = file.map_err(|e| about(path, e))?;
-    file.sync_all().map_err(|e| about(path, e))
-}
-
 /// Removes a file, where there is one.
 pub(crate) fn remove_file(path: &Path) -> Result<()> {
     match fs::remove_file(path) {

@@ -1,5 +1,5 @@
-//! What the examples share: a text made for long contexts, the training recipe, the measure of perplexity and
-//! sampling, and pictures. The crate itself stays free of recipes; copy from here what you need.
+//! What the examples share: a text made for long contexts, small models and their training, the measure of perplexity,
+//! sampling, text to tokens and back, tables and pictures.
 
 // Every example compiles this module for itself and uses a part of it.
 #![allow(dead_code)]
@@ -17,7 +17,6 @@ pub mod sampling;
 pub mod table;
 pub mod tales;
 pub mod text;
-pub mod training;
 
 /// What `main` returns; an error goes to standard error in one line.
 pub fn conclude(program: &str, result: Result<()>) -> ExitCode {

@@ -121,11 +121,10 @@ pub fn train(
     text: &[u32],
     config: TrainerConfig,
 ) -> Result<()> {
-    let (steps, tokens) = (config.steps, config.batch * config.length);
+    let mut progress = Progress::new(config.steps, 0)?;
     let mut trainer = Trainer::new(model, parameters, text, config)?;
-    let mut progress = Progress::new(steps, tokens)?;
     while !trainer.is_finished() {
-        progress.report(trainer.step()?.loss);
+        progress.report(&trainer.step()?);
     }
     progress.finish();
     Ok(())

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! run/step-00000123/
-//!     config.json model.safetensors     the model, its weights at full precision
+//!     config.json model.safetensors     the model, its weights at full precision (in shards, where it is large)
 //!     optimiser.safetensors             NAME.first, NAME.second (moments), NAME.updates
 //!     state.json                        step, recipe, place in the text, random state; checksums of all files
 //! ```
@@ -11,9 +11,12 @@ use super::adamw::{AdamW, Moments};
 use super::checksum::Checksum;
 use super::trainer::TrainerConfig;
 use super::windows::{Cursor, Fingerprint};
-use crate::atomic::{about, remove_folder, sync_file, write_file, StagedFolder};
+use crate::atomic::{about, remove_folder, write_file, StagedFolder};
+use crate::hf::{self, SaveOptions};
 use crate::init::SeededVars;
+use crate::json;
 use crate::model::LlamaConfig;
+use crate::tensor_file::write_tensors;
 use candle_core::{bail, Device, Error, Result, Tensor};
 use rand::rngs::ChaCha12Rng;
 use rand::SeedableRng;
@@ -359,7 +362,7 @@ fn moments_by_name(optimiser: &AdamW) -> Result<Vec<(String, Tensor)>> {
 
 fn read_contents(path: &Path) -> Result<Contents> {
     let bytes = fs::read(path).map_err(|e| about(path, e))?;
-    let value: Value = serde_json::from_slice(&bytes).map_err(|e| about(path, e))?;
+    let value = json::parse(&bytes).map_err(|e| about(path, e))?;
     let format = value.get("format").and_then(Value::as_u64);
     if format != Some(FORMAT) {
         let found = format.map_or("none".to_string(), |format| format.to_string());
@@ -368,8 +371,7 @@ fn read_contents(path: &Path) -> Result<Contents> {
             format!("its format is {found}, this version reads {FORMAT}"),
         ));
     }
-    // From the bytes: as a value, a key that comes twice would be once.
-    let file: StateFile = serde_json::from_slice(&bytes).map_err(|e| about(path, e))?;
+    let file: StateFile = serde_json::from_value(value).map_err(|e| about(path, e))?;
     if checksum(&file.contents)? != file.checksum {
         return Err(about(path, "damaged: its checksum does not fit"));
     }
@@ -445,10 +447,11 @@ pub(super) fn write(
     let folder = run.join(name_of(step));
     let staged = StagedFolder::create(&folder)?;
     write_model(staged.path(), &state.model, masters)?;
-    let moments: HashMap<_, _> = moments_by_name(optimiser)?.into_iter().collect();
-    let path = staged.path().join(OPTIMISER);
-    candle_core::safetensors::save(&moments, &path).map_err(|e| about(&path, e))?;
-    sync_file(&path)?;
+    let moments = moments_by_name(optimiser)?;
+    let moments = moments.iter().map(|(name, tensor)| (name.as_str(), tensor));
+    write_file(&staged.path().join(OPTIMISER), |w| {
+        write_tensors(w, moments, None)
+    })?;
     let contents = Contents {
         version: env!("CARGO_PKG_VERSION").to_string(),
         state,
@@ -488,15 +491,13 @@ impl Contents {
     }
 }
 
-/// The model's files.
+/// The model as a folder that [`hf::ModelFolder`] opens, where the configuration tells all about it; of a model with an
+/// encoding of the caller's own only the weights.
 fn write_model(folder: &Path, config: &LlamaConfig, masters: &SeededVars) -> Result<()> {
-    let path = folder.join("model.safetensors");
-    masters.save(&path).map_err(|e| about(&path, e))?;
-    sync_file(&path)?;
-    let json = serde_json::to_string_pretty(config).map_err(Error::wrap)? + "\n";
-    write_file(&folder.join("config.json"), |w| {
-        Ok(w.write_all(json.as_bytes())?)
-    })
+    match hf::save(folder, config, masters, &SaveOptions::default()) {
+        Ok(()) => Ok(()),
+        Err(_) => masters.save(folder.join("model.safetensors")),
+    }
 }
 
 /// Sizes and checksums of all files in a folder.
