@@ -15,11 +15,13 @@
 //! TAPA as the paper writes it has no preference at any ρ: its phases are spread over many turns, and their cosines
 //! average out. Where [`PhaseNorm`] holds the phases to a part of a turn, they do not, and with ρ the preference returns.
 //!
-//! With `--model` the queries and keys are those that trained models make of a text, in all layers and heads.
+//! With `--model` the queries and keys are those that a trained model makes of a text, in all its layers and heads: an
+//! encoding around the model's own, [`Recorder`], keeps them. A pair is then any token and one before it.
 //!
 //! ```text
 //! cargo run --release --example distance_bias -- --png bias.png --csv bias.csv
 //! cargo run --release --example distance_bias -- --correlation 0
+//! cargo run --release --example distance_bias -- --model rope tapa --text book.txt
 //! ```
 
 mod common;
@@ -27,18 +29,24 @@ mod common;
 use candle_core::{bail, DType, Device, Result, Tensor};
 use candle_nn::VarBuilder;
 use candle_posenc::encoding::{PhaseNorm, RopeConfig, TapaConfig};
+use candle_posenc::hf::ModelFolder;
 use candle_posenc::{
-    attend_with_lse, AttendSpec, Ctx, Encoding, EncodingConfig, ModelDims, Positions, Qkv,
+    attend_with_lse, AttendSpec, Ctx, Encoding, EncodingConfig, Llama, ModelDims, PosState,
+    Positions, Qkv, Score,
 };
 use clap::Parser;
+use common::codec::Codec;
 use common::plot::{Histograms, Panel};
+use common::recipe::device;
 use common::table::write_csv;
+use common::text::Text;
 use rand::rngs::ChaCha12Rng;
 use rand::{RngExt, SeedableRng};
 use rand_distr::{Distribution, StandardNormal};
 use std::ops::RangeInclusive;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::sync::{Arc, Mutex, PoisonError};
 
 /// Distances in tokens, those of the paper.
 const NEAR: RangeInclusive<i64> = 0..=100;
@@ -47,6 +55,8 @@ const FAR: RangeInclusive<i64> = 10_000..=10_100;
 const AT_ONCE: usize = 4096;
 const MOST_PAIRS: usize = 10_000_000;
 const MOST_WIDTH: usize = 4096;
+/// Tokens of the text that a model reads, at most.
+const MODEL_TEXT: usize = 1024;
 const BINS: usize = 90;
 const QUANTILES: [f64; 5] = [0.05, 0.25, 0.5, 0.75, 0.95];
 
@@ -63,6 +73,14 @@ struct Options {
         default_value_if("toy", "true", "500")
     )]
     pairs: usize,
+
+    /// Folders of trained models to take queries and keys from, in place of random ones
+    #[arg(long, value_name = "DIR", num_args = 1.., conflicts_with_all = ["correlation", "head_dim", "theta"])]
+    model: Vec<PathBuf>,
+
+    /// Files that the models read, joined; without any, a made text
+    #[arg(long, value_name = "FILE", num_args = 1.., requires = "model")]
+    text: Vec<PathBuf>,
 
     /// Correlation of the query's and the key's coordinates, -1 to 1; all are standard normal. 0: independent, and then
     /// no encoding has a bias. 0.75: RoPE shows the paper's +4
@@ -105,26 +123,27 @@ fn main() -> ExitCode {
 
 fn run(options: &Options) -> Result<()> {
     check(options)?;
-    let &Options {
-        pairs,
-        correlation,
-        head_dim,
-        ..
-    } = options;
-    let device = Device::Cpu;
     println!(
-        "pairs      {pairs}, each placed {} to {} and {} to {} tokens apart",
+        "pairs      {}, each placed {} to {} and {} to {} tokens apart",
+        options.pairs,
         NEAR.start(),
         NEAR.end(),
         FAR.start(),
         FAR.end()
     );
-    println!("q and k    standard normal, {head_dim} wide, correlation {correlation} between a query's coordinates and its key's");
+    println!("q and k    {}", source(options));
     println!("difference near score less far score: above 0, the encoding prefers what is near\n");
 
+    let device = device();
     let mut found = Vec::new();
-    for (name, config) in encodings(options.theta) {
-        found.push((name, measure(&config, options, &device)?));
+    if options.model.is_empty() {
+        for (name, config) in encodings(options.theta) {
+            found.push((name.to_string(), measure(&config, options, &device)?));
+        }
+    }
+    for folder in &options.model {
+        let name = folder.display().to_string();
+        found.push((name, measure_model(folder, options, &device)?));
     }
     print_table(&found);
     println!();
@@ -140,6 +159,19 @@ fn run(options: &Options) -> Result<()> {
         println!("picture    {}", path.display());
     }
     Ok(())
+}
+
+/// Where queries and keys are from.
+fn source(options: &Options) -> String {
+    let Options {
+        correlation,
+        head_dim,
+        ..
+    } = options;
+    match options.model.is_empty() {
+        true => format!("standard normal, {head_dim} wide, correlation {correlation} of a query's coordinates with its key's"),
+        false => "a trained model's, of a token and one before it, all layers and heads".into(),
+    }
 }
 
 fn check(options: &Options) -> Result<()> {
@@ -219,8 +251,8 @@ fn measure(config: &EncodingConfig, options: &Options, device: &Device) -> Resul
                 .collect()
         };
         let (near, far) = (draw(&NEAR), draw(&FAR));
-        let near_scores = scores(&*encoding, &q, &k, &near)?;
-        let far_scores = scores(&*encoding, &q, &k, &far)?;
+        let near_scores = scores(&*encoding, 0, &q, &k, &near)?;
+        let far_scores = scores(&*encoding, 0, &q, &k, &far)?;
         for n in 0..count {
             found.push(Scores {
                 near_distance: near[n],
@@ -262,8 +294,14 @@ fn draw_pairs(
 /// The score of each query with its key, so many tokens before it: the log-sum-exp of attention to that key alone.
 ///
 /// # Shapes
-/// q, k (N, 1, 1, D), distances (N) → (N).
-fn scores(encoding: &dyn Encoding, q: &Tensor, k: &Tensor, distances: &[i64]) -> Result<Vec<f64>> {
+/// q (N, H, 1, D), k (N, G, 1, D), distances (N) → N·H, a query's heads one behind another.
+fn scores(
+    encoding: &dyn Encoding,
+    layer: usize,
+    q: &Tensor,
+    k: &Tensor,
+    distances: &[i64],
+) -> Result<Vec<f64>> {
     let (n, device) = (distances.len(), q.device());
     // Two tokens in a row: the key at 0, and the query behind it.
     let places: Vec<i64> = distances
@@ -280,14 +318,129 @@ fn scores(encoding: &dyn Encoding, q: &Tensor, k: &Tensor, distances: &[i64]) ->
         k: both(k)?,
         v: both(k)?,
     };
-    let Qkv { q, k, v } = encoding.encode(0, qkv, &state)?;
+    let Qkv { q, k, v } = encoding.encode(layer, qkv, &state)?;
     let at = |token| Positions::explicit(places.narrow(1, token, 1)?, None);
     let spec = AttendSpec::causal()
-        .with_score(encoding.score(0))
+        .with_score(encoding.score(layer))
         .with_positions(at(1)?, at(0)?);
     let key = |head: &Tensor| head.narrow(2, 0, 1);
     let output = attend_with_lse(&q.narrow(2, 1, 1)?, &key(&k)?, &key(&v)?, &spec)?;
     output.lse.flatten_all()?.to_dtype(DType::F64)?.to_vec1()
+}
+
+/// The scores of queries and keys that a model makes of the text.
+fn measure_model(folder: &Path, options: &Options, device: &Device) -> Result<Vec<Scores>> {
+    let folder = ModelFolder::open(folder)?;
+    let config = folder.config();
+    if let EncodingConfig::Tape(_) = config.encoding {
+        bail!(
+            "{}: TAPE's states change with the tokens between a query and a key, so a pair cannot be placed elsewhere",
+            folder.path().display()
+        )
+    }
+    let codec = Codec::open(folder.tokenizer().as_deref(), config.vocab_size)?;
+    let text = Text::open(&options.text, MODEL_TEXT)?;
+    let text = codec.encode(&String::from_utf8_lossy(&text.held_out))?;
+    let length = text
+        .len()
+        .min(MODEL_TEXT)
+        .min(config.max_position_embeddings);
+    let tokens = Tensor::new(&text[..length], device)?.unsqueeze(0)?;
+
+    let vb = folder.builder(DType::F32, device);
+    let recorder = Arc::new(Recorder {
+        own: config.encoding.build(&config.dims(), vb.pp("model"))?,
+        seen: Mutex::default(),
+    });
+    let model = Llama::with_encoding(config, recorder.clone(), vb)?;
+    model.hidden_at(
+        &tokens,
+        &Positions::first(length),
+        None,
+        &mut Ctx::default(),
+    )?;
+
+    let seen = recorder.take();
+    let heads = config.num_attention_heads;
+    let of_a_layer = options.pairs.div_ceil(heads * seen.len().max(1));
+    let mut rng = ChaCha12Rng::seed_from_u64(options.seed);
+    let mut found = Vec::new();
+    for (layer, q, k) in seen {
+        let queries: Vec<u32> = (0..of_a_layer)
+            .map(|_| rng.random_range(0..length as u32))
+            .collect();
+        let keys: Vec<u32> = queries
+            .iter()
+            .map(|query| rng.random_range(0..=*query))
+            .collect();
+        // (1, heads, T, D) → (N, heads, 1, D)
+        let choose = |head: &Tensor, tokens: Vec<u32>| -> Result<Tensor> {
+            head.contiguous()?
+                .index_select(&Tensor::new(tokens, device)?, 2)?
+                .transpose(0, 2)
+        };
+        let (q, k) = (choose(&q, queries)?, choose(&k, keys)?);
+        let mut draw = |distances: &RangeInclusive<i64>| -> Vec<i64> {
+            (0..of_a_layer)
+                .map(|_| rng.random_range(distances.clone()))
+                .collect()
+        };
+        let (near, far) = (draw(&NEAR), draw(&FAR));
+        let near_scores = scores(&*recorder.own, layer, &q, &k, &near)?;
+        let far_scores = scores(&*recorder.own, layer, &q, &k, &far)?;
+        for (n, (score, far_score)) in near_scores.into_iter().zip(far_scores).enumerate() {
+            found.push(Scores {
+                near_distance: near[n / heads],
+                far_distance: far[n / heads],
+                near: score,
+                far: far_score,
+            });
+        }
+    }
+    found.truncate(options.pairs);
+    Ok(found)
+}
+
+/// A model's own encoding, keeping the queries and keys that it is given.
+struct Recorder {
+    own: Arc<dyn Encoding>,
+    seen: Mutex<Vec<(usize, Tensor, Tensor)>>,
+}
+
+impl Recorder {
+    fn take(&self) -> Vec<(usize, Tensor, Tensor)> {
+        std::mem::take(&mut *self.seen.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+}
+
+impl Encoding for Recorder {
+    fn embed(&self, x: &Tensor, positions: &Positions) -> Result<Tensor> {
+        self.own.embed(x, positions)
+    }
+
+    fn begin(&self, x: &Tensor, positions: &Positions, ctx: &mut Ctx) -> Result<PosState> {
+        self.own.begin(x, positions, ctx)
+    }
+
+    fn encode(&self, layer: usize, qkv: Qkv, state: &PosState) -> Result<Qkv> {
+        let mut seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
+        seen.push((layer, qkv.q.clone(), qkv.k.clone()));
+        self.own.encode(layer, qkv, state)
+    }
+
+    fn score(&self, layer: usize) -> Score {
+        self.own.score(layer)
+    }
+
+    fn update(
+        &self,
+        layer: usize,
+        state: PosState,
+        carried: Option<&Tensor>,
+        mlp_out: &Tensor,
+    ) -> Result<PosState> {
+        self.own.update(layer, state, carried, mlp_out)
+    }
 }
 
 /// What is told of a sample of differences.
@@ -327,7 +480,7 @@ fn quantile(sorted: &[f64], share: f64) -> f64 {
     below + (above - below) * place.fract()
 }
 
-fn print_table(found: &[(&str, Vec<Scores>)]) {
+fn print_table(found: &[(String, Vec<Scores>)]) {
     let shares: String = QUANTILES
         .iter()
         .map(|share| format!("{:>8}", format!("{:.0} %", share * 100.)))
@@ -360,7 +513,7 @@ fn in_words(name: &str, found: &[Scores]) -> String {
     format!("{name}: mean {mean:+.2}, known to ±{error:.2}: {verdict}.")
 }
 
-fn save_csv(found: &[(&str, Vec<Scores>)], path: &std::path::Path) -> Result<()> {
+fn save_csv(found: &[(String, Vec<Scores>)], path: &Path) -> Result<()> {
     let header = [
         "encoding",
         "near_distance",
@@ -382,7 +535,7 @@ fn save_csv(found: &[(&str, Vec<Scores>)], path: &std::path::Path) -> Result<()>
     write_csv(path, &header, rows)
 }
 
-fn histograms(found: &[(&str, Vec<Scores>)], options: &Options) -> Histograms {
+fn histograms(found: &[(String, Vec<Scores>)], options: &Options) -> Histograms {
     let all: Vec<Vec<f64>> = found.iter().map(|(_, pairs)| sorted(pairs)).collect();
     // The outermost thousandth would make the middle too narrow to see.
     let shown = |share: f64| all.iter().map(move |values| quantile(values, share));
@@ -390,7 +543,7 @@ fn histograms(found: &[(&str, Vec<Scores>)], options: &Options) -> Histograms {
     let high = shown(0.999).fold(0., f64::max);
     let width = (high - low).max(1e-6) / BINS as f64;
     let edges: Vec<f64> = (0..=BINS).map(|n| low + width * n as f64).collect();
-    let panel = |(name, pairs): &(&str, Vec<Scores>)| {
+    let panel = |(name, pairs): &(String, Vec<Scores>)| {
         let mut counts = vec![0; BINS];
         for pair in pairs {
             let bin = ((pair.difference() - low) / width).floor();
@@ -419,10 +572,10 @@ fn histograms(found: &[(&str, Vec<Scores>)], options: &Options) -> Histograms {
                 FAR.end(),
                 options.pairs
             ),
-            format!(
-                "q and k standard normal, {} wide, correlation {}; RoPE's base {}; TAPA's α 0.1, θ 0.5.",
-                options.head_dim, options.correlation, options.theta
-            ),
+            match options.model.is_empty() {
+                true => format!("q and k {}; RoPE's base {}; TAPA's α 0.1, θ 0.5.", source(options), options.theta),
+                false => format!("q and k {}.", source(options)),
+            },
         ],
         x_label: "near score − far score (before softmax; right of 0 the near key wins)".into(),
         edges,
@@ -433,6 +586,8 @@ fn histograms(found: &[(&str, Vec<Scores>)], options: &Options) -> Histograms {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use candle_posenc::hf::{self, SaveOptions};
+    use candle_posenc::{LlamaConfig, SeededVars};
     use common::message;
     use std::f64::consts::PI;
 
@@ -466,7 +621,7 @@ mod tests {
         let tapa = amplitude * (2. * PI * distance.powf(0.1) * phase).cos();
         for ((name, config), expected) in encodings(100.).into_iter().zip([rope, tapa]) {
             let encoding = config.build(&dims, VarBuilder::zeros(DType::F64, &device))?;
-            let found = scores(&*encoding, &tensor(q)?, &tensor(k)?, &[distance as i64])?;
+            let found = scores(&*encoding, 0, &tensor(q)?, &tensor(k)?, &[distance as i64])?;
             assert!(
                 (found[0] - expected).abs() < 1e-12,
                 "{name}: {} for {expected}",
@@ -519,6 +674,31 @@ mod tests {
                 "{words:?}: {error}"
             );
         }
+    }
+
+    #[test]
+    fn measure_model_of_two_encodings_tells_them_apart() -> Result<()> {
+        let rope = EncodingConfig::Rope(RopeConfig::default());
+        for (encoding, biased) in [(rope, true), (EncodingConfig::Nope, false)] {
+            let folder = tempfile::tempdir()?;
+            let config = LlamaConfig {
+                hidden_size: 32,
+                intermediate_size: 32,
+                num_hidden_layers: 2,
+                num_attention_heads: 2,
+                num_key_value_heads: 1,
+                encoding,
+                ..LlamaConfig::default()
+            };
+            let vars = SeededVars::new(0);
+            Llama::new(&config, vars.builder(DType::F32, &Device::Cpu))?;
+            hf::save(folder.path(), &config, &vars, &SaveOptions::default())?;
+            let options = options(&["--pairs", "101"]);
+            let found = measure_model(folder.path(), &options, &Device::Cpu)?;
+            assert_eq!(found.len(), 101);
+            assert_eq!(found.iter().any(|s| s.difference() != 0.), biased);
+        }
+        Ok(())
     }
 
     #[test]
