@@ -167,10 +167,16 @@ fn run(options: &Options) -> Result<()> {
             let parameters = Parameters::new(SeededVars::new(*seed));
             let model = Llama::new(&config, parameters.builder(DType::F32, &device))?;
             train(model.clone(), parameters, &training, recipe.trainer(*seed))?;
+            let found = read(&model, held_out, &lengths, &device)?;
+            let told = lengths.iter().zip(&found).filter_map(|(length, found)| {
+                let perplexity = short(found.as_ref()?.whole);
+                Some(format!("{perplexity} ({}×)", length / options.length))
+            });
+            println!("perplexity {}", told.collect::<Vec<_>>().join(", "));
             runs.push(Run {
                 encoding: *encoding,
                 seed: *seed,
-                found: read(&model, held_out, &lengths, &device)?,
+                found,
             });
         }
     }

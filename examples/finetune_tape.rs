@@ -127,7 +127,7 @@ fn run(options: &Options) -> Result<()> {
     match &options.model {
         Some(folder) => finetune(&ModelFolder::open(folder)?, &base, &text, options)?,
         None => {
-            println!("no --model, so a small RoPE model is trained first\n");
+            println!("no --model, so a small RoPE model is trained first, in about a minute\n");
             let folder = tempfile::tempdir()?;
             make_base(folder.path(), &base, &text, options)?;
             finetune(&ModelFolder::open(folder.path())?, &base, &text, options)?;
@@ -305,9 +305,11 @@ fn check_unchanged_logits(rope: &Llama, tape: &Llama, text: &[u32], length: usiz
     let (rope, tape) = (logits(rope)?, logits(tape)?);
     let largest = |x: &Tensor| x.abs()?.max_all()?.to_dtype(DType::F64)?.to_scalar::<f64>();
     let (change, size) = (largest(&(&tape - &rope)?)?, largest(&rope)?);
-    println!(
-        "step 0     logits of {length} tokens change by at most {change:e}, of up to {size:.1}"
-    );
+    let told = match change {
+        0. => "do not change by a bit".to_string(),
+        _ => format!("change by at most {change:.1e}, of up to {size:.1}"),
+    };
+    println!("step 0     with TAPE switched on, the logits of {length} tokens {told}");
     if change.is_nan() || change > LARGEST_CHANGE * size {
         bail!("TAPE does not start as the model's RoPE: a logit changed by {change:e}, more than {LARGEST_CHANGE:e} of the largest, {size:e}")
     }
