@@ -521,7 +521,111 @@ fn sums(folder: &Path) -> Result<BTreeMap<String, FileSum>> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::encoding::{EncodingConfig, TapeConfig};
+    use crate::model::Llama;
+    use crate::train::{Parameters, Schedule, Trainer};
+    use candle_core::DType;
+    use proptest::prelude::*;
+    use proptest::test_runner::{RngSeed, TestRunner};
     use rand::Rng;
+    use std::cell::Cell;
+
+    fn trainer() -> Trainer {
+        let sizes = LlamaConfig {
+            hidden_size: 8,
+            intermediate_size: 8,
+            num_hidden_layers: 1,
+            num_attention_heads: 1,
+            num_key_value_heads: 1,
+            encoding: EncodingConfig::Tape(TapeConfig::default()),
+            ..LlamaConfig::default()
+        };
+        let parameters = Parameters::new(SeededVars::new(0));
+        let vb = parameters.builder(DType::F32, &Device::Cpu);
+        let config = TrainerConfig {
+            length: 8,
+            steps: 9,
+            schedule: Schedule::Constant { peak: 0.01 },
+            ..TrainerConfig::default()
+        };
+        let text: Vec<u32> = (0..200).collect();
+        Trainer::new(Llama::new(&sizes, vb).unwrap(), parameters, text, config).unwrap()
+    }
+
+    /// Paths to all values within a value.
+    fn places(value: &Value, path: &str, found: &mut Vec<String>) {
+        found.push(path.to_string());
+        match value {
+            Value::Object(map) => map
+                .iter()
+                .for_each(|(k, v)| places(v, &format!("{path}/{}", k.replace('/', "~1")), found)),
+            Value::Array(list) => {
+                (0..list.len()).for_each(|i| places(&list[i], &format!("{path}/{i}"), found))
+            }
+            _ => {}
+        }
+    }
+
+    /// Whoever changes a state and its checksum too can make any state up: then what does not fit the run is refused,
+    /// and what does is taken at its word.
+    #[test]
+    fn state_made_up_under_a_right_checksum_is_refused_or_taken_without_panic() {
+        let run = tempfile::tempdir().unwrap();
+        let mut saved = trainer();
+        saved.step().unwrap();
+        let folder = saved.save(run.path()).unwrap();
+        let path = folder.join(STATE);
+        let good: Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
+        let mut all = Vec::new();
+        places(&good, "", &mut all);
+        let values = prop_oneof![
+            Just(Value::Null),
+            any::<bool>().prop_map(Value::from),
+            any::<u64>().prop_map(Value::from),
+            (0u64..20).prop_map(Value::from),
+            any::<i64>().prop_map(Value::from),
+            any::<f64>().prop_map(Value::from),
+            "[0-9a-f]{64}|\\PC{0,9}|[0-9]{1,40}|\\.\\./[a-z]{1,4}".prop_map(Value::from),
+            Just(serde_json::json!({})),
+            Just(serde_json::json!([])),
+        ];
+        let strategy = (prop::sample::select(all), values);
+        let mut runner = TestRunner::new(ProptestConfig {
+            cases: 600,
+            failure_persistence: None,
+            rng_seed: RngSeed::Fixed(20_261_130),
+            ..ProptestConfig::default()
+        });
+        let (taken, refused) = (Cell::new(0), Cell::new(0));
+        let outcome = runner.run(&strategy, |(place, value)| {
+            let mut changed = good.clone();
+            if let Some(old) = changed.pointer_mut(&place) {
+                *old = value;
+            }
+            let contents = changed.get("contents").cloned().unwrap_or_default();
+            if let Ok(contents) = serde_json::from_value::<Contents>(contents) {
+                changed["checksum"] = checksum(&contents).unwrap().into();
+            }
+            fs::write(&path, serde_json::to_vec(&changed).unwrap()).unwrap();
+            let mut trainer = trainer();
+            match trainer.resume(run.path()) {
+                Ok(resumed) => {
+                    taken.set(taken.get() + 1);
+                    prop_assert_eq!(resumed.map(|r| r.step), Some(1));
+                    prop_assert!(trainer.step().is_ok());
+                }
+                Err(_) => {
+                    refused.set(refused.get() + 1);
+                    prop_assert_eq!(trainer.steps_done(), 0);
+                    prop_assert_eq!(trainer.cursor(), Cursor::default());
+                }
+            }
+            Ok(())
+        });
+        outcome.unwrap();
+        let (taken, refused) = (taken.get(), refused.get());
+        assert!(taken > 20 && refused > 200, "{taken} {refused}");
+    }
 
     #[test]
     fn generator_read_back_draws_the_same_numbers() {

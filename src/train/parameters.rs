@@ -65,7 +65,7 @@ impl Parameters {
     }
 
     /// Trains, of those trained so far, only the weights whose names are chosen. Choose before a model is built: it
-    /// gets the others as constants, so that no gradient is computed for them.
+    /// gets the others as constants, whose gradients are not kept.
     ///
     /// ```
     /// use candle_core::{DType, Device};
@@ -85,7 +85,6 @@ impl Parameters {
     pub fn only(self, chosen: impl Fn(&str) -> bool + Send + Sync + 'static) -> Self {
         let before = self.trains.clone();
         let trains = Arc::new(move |name: &str| before(name) && chosen(name));
-        // A model built earlier keeps its weights as they were given to it.
         Self { trains, ..self }
     }
 
@@ -228,5 +227,78 @@ impl SimpleBackend for Parameters {
 
     fn contains_tensor(&self, name: &str) -> bool {
         self.masters.contains_tensor(name)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const DEVICE: Device = Device::Cpu;
+    const NORMAL: Init = Init::Randn {
+        mean: 0.,
+        stdev: 1.,
+    };
+
+    #[test]
+    fn working_copies_follow_masters_and_are_drawn_as_without_masters() -> Result<()> {
+        for dtype in [DType::BF16, DType::F16, DType::F32, DType::F64] {
+            let parameters = Parameters::new(SeededVars::new(4));
+            let vb = parameters.builder(dtype, &DEVICE);
+            let given = vb.get_with_hints((3, 2), "w", NORMAL)?;
+            let drawn = SeededVars::new(4).builder(DType::F32, &DEVICE);
+            let drawn = drawn.get_with_hints((3, 2), "w", NORMAL)?;
+            let wide = |t: &Tensor| t.to_dtype(DType::F64)?.to_vec2::<f64>();
+            if dtype != DType::F64 {
+                assert_eq!(wide(&given)?, wide(&drawn.to_dtype(dtype)?)?);
+            }
+            let all = parameters.all();
+            let [parameter] = &all[..] else { panic!() };
+            let same = parameter.master.id() == parameter.working.id();
+            assert_eq!(same, matches!(dtype, DType::F32 | DType::F64), "{dtype:?}");
+            assert_eq!(parameter.working.id(), given.id());
+            parameter
+                .master
+                .set(&Tensor::full(0.1f32, (3, 2), &DEVICE)?.to_dtype(parameter.master.dtype())?)?;
+            parameters.refresh()?;
+            let expected = parameter.master.to_dtype(dtype)?;
+            assert_eq!(wide(&given)?, wide(&expected)?, "{dtype:?}");
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn frozen_weights_are_constants_that_follow_their_masters() -> Result<()> {
+        for dtype in [DType::F32, DType::BF16] {
+            let parameters = Parameters::new(SeededVars::new(4)).freeze(|name| name == "a");
+            let vb = parameters.builder(dtype, &DEVICE);
+            let a = vb.get_with_hints(2, "a", NORMAL)?;
+            let b = vb.get_with_hints(2, "b", NORMAL)?;
+            assert!(!a.is_variable() && b.is_variable());
+            let store = (&a * &b)?.sum_all()?.backward()?;
+            let names: Vec<String> = parameters.trained().into_iter().map(|p| p.name).collect();
+            assert_eq!(names, ["b"]);
+            let gradients = crate::train::Gradients::of(&store, &parameters)?;
+            let with_gradients: Vec<&str> = gradients.named().map(|(name, _)| name).collect();
+            assert_eq!(with_gradients, ["b"]);
+            let one = Tensor::ones(2, DType::F32, &DEVICE)?;
+            parameters.all()[0].master.set(&one)?;
+            parameters.refresh()?;
+            assert_eq!(a.to_dtype(DType::F32)?.to_vec1::<f32>()?, [1., 1.]);
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn builder_existing_weight_of_another_shape_or_dtype_is_refused() -> Result<()> {
+        let parameters = Parameters::new(SeededVars::new(4));
+        let vb = parameters.builder(DType::BF16, &DEVICE);
+        let first = vb.get(3, "w")?;
+        assert_eq!(vb.get(3, "w")?.id(), first.id());
+        let told = vb.get(4, "w").unwrap_err().to_string();
+        assert!(told.contains("[3]") && told.contains("[4]"), "{told}");
+        let told = vb.to_dtype(DType::F32).get(3, "w").unwrap_err().to_string();
+        assert!(told.contains("BF16"), "{told}");
+        Ok(())
     }
 }
