@@ -185,6 +185,17 @@ mod tests {
     }
 
     #[test]
+    fn remove_file_of_a_file_that_is_not_there_does_nothing() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("a");
+        fs::write(&path, b"1").unwrap();
+        remove_file(&path).unwrap();
+        remove_file(&path).unwrap();
+        assert!(names(folder.path()).is_empty());
+        assert!(remove_file(folder.path()).is_err());
+    }
+
+    #[test]
     fn staged_folder_appears_only_when_committed() {
         let outer = tempfile::tempdir().unwrap();
         let path = outer.path().join("x/y");

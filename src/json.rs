@@ -4,6 +4,12 @@ use candle_core::{bail, Error, Result};
 use serde::de::{Deserialize, Deserializer, Error as _, MapAccess, SeqAccess, Visitor};
 use serde_json::{Map, Value};
 use std::fmt;
+use std::fs::File;
+use std::io::Read;
+use std::path::Path;
+
+/// Most bytes of a document; the safetensors library has the same bound for a header.
+pub(crate) const LONGEST: u64 = 100_000_000;
 
 /// Parses a document. A name given twice in one object is an error: which of the two counts would depend on the
 /// program that reads it.
@@ -12,6 +18,16 @@ pub(crate) fn parse(text: &[u8]) -> Result<Value> {
         Ok(Unambiguous(value)) => Ok(value),
         Err(error) => bail!("not valid JSON: {error}"),
     }
+}
+
+/// Reads a file.
+pub(crate) fn read(path: &Path) -> Result<Value> {
+    let mut text = Vec::new();
+    File::open(path)?.take(LONGEST + 1).read_to_end(&mut text)?;
+    if text.len() as u64 > LONGEST {
+        bail!("is longer than {LONGEST} bytes")
+    }
+    parse(&text)
 }
 
 /// A value as an error message shows it, not longer than a line.

@@ -8,6 +8,7 @@
 //! - [`rotate()`]: rotation of heads, differentiable in the head and in the table.
 //! - [`encoding`]: RoPE with every length extension, ALiBi, TAPA, TAPE, absolute, none, or [your own](Encoding).
 //! - [`Llama`]: a model that takes any of them, with a [`KvCache`].
+//! - [`hf`]: its folders, as Hugging Face has them, in and out, whatever the encoding.
 //!
 //! # Quick start
 //!

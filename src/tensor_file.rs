@@ -15,9 +15,6 @@ use std::io::{self, Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 
-/// Longest header that is read, as in the safetensors library.
-const LONGEST_HEADER: u64 = 100_000_000;
-
 /// Bytes converted at a time.
 const PIECE: usize = 1 << 16;
 
@@ -122,7 +119,7 @@ fn read_header(mut file: &File, length: u64) -> Result<(u64, BTreeMap<String, Te
     }
     file.read_exact(&mut size)?;
     let size = u64::from_le_bytes(size);
-    if size > LONGEST_HEADER || size > length - 8 {
+    if size > json::LONGEST || size > length - 8 {
         bail!("a header of {size} bytes does not fit a file of {length}")
     }
     let mut header = vec![0; size as usize];
@@ -220,7 +217,7 @@ pub(crate) fn write_tensors<'a>(
 fn encode_tensor(out: &mut dyn Write, tensor: &Tensor, dtype: DType) -> Result<()> {
     let flat = tensor.flatten_all()?;
     let converted = flat.to_dtype(dtype)?;
-    if dtype == DType::F16 && flat.dtype() != dtype {
+    if flat.dtype() != dtype && dtype.size_in_bytes() <= flat.dtype().size_in_bytes() {
         refuse_overflow(&flat, &converted)?;
     }
     match dtype {
@@ -235,7 +232,7 @@ fn encode_tensor(out: &mut dyn Write, tensor: &Tensor, dtype: DType) -> Result<(
     }
 }
 
-/// f16 ends at 65504.
+/// f16 ends at 65504, f32 and bf16 at 3e38.
 fn refuse_overflow(from: &Tensor, to: &Tensor) -> Result<()> {
     if from.elem_count() == 0 {
         return Ok(());
@@ -243,7 +240,7 @@ fn refuse_overflow(from: &Tensor, to: &Tensor) -> Result<()> {
     let largest = |x: &Tensor| x.abs()?.max(0)?.to_dtype(DType::F64)?.to_scalar::<f64>();
     let before = largest(from)?;
     if before.is_finite() && !largest(to)?.is_finite() {
-        bail!("{before} is beyond f16")
+        bail!("{before} is beyond {:?}", to.dtype())
     }
     Ok(())
 }
@@ -392,6 +389,6 @@ mod tests {
         assert!(write(65504.).is_ok());
         assert!(write(f32::INFINITY).is_ok());
         let error = write(7e4).unwrap_err().to_string();
-        assert!(error.contains("a: 70000 is beyond f16"), "{error}");
+        assert!(error.contains("a: 70000 is beyond F16"), "{error}");
     }
 }

@@ -199,11 +199,11 @@ impl ModelFolder {
         let stored = self.check()?;
         let named = vars.named();
         let place = || self.weights.place();
-        let mut unset: BTreeSet<&String> = stored.keys().collect();
+        let mut unset: BTreeSet<&String> = stored.iter().collect();
         let (mut changes, mut left) = (Vec::new(), Vec::new());
         for (name, var) in named {
             let (dtype, device, dims) = (var.dtype(), var.device(), var.dims());
-            let published = published_name(&name).filter(|matrix| stored.contains_key(matrix));
+            let published = published_name(&name).filter(|matrix| stored.contains(matrix));
             if unset.remove(&name) {
                 let value = self.weights.read(&name, dims, dtype, device)?;
                 changes.push((var, value));
@@ -287,7 +287,7 @@ impl ModelFolder {
     }
 
     /// Compares the configuration with the weights; the tensors that the model uses.
-    fn check(&self) -> Result<Shapes> {
+    fn check(&self) -> Result<BTreeSet<String>> {
         let weights = &self.weights;
         let place = |what: String| Error::msg(format!("{}: {what}", weights.place()));
         let mut given = Shapes::new();
@@ -301,7 +301,7 @@ impl ModelFolder {
             let Some((file, info)) = weights.find(name) else {
                 continue;
             };
-            if used.contains_key(name) {
+            if used.contains(name) {
                 if !is_float(info.dtype) {
                     let what = format!("{name} is stored as {}, not as floats", info.dtype);
                     return Err(about(file.path(), what));
@@ -335,7 +335,7 @@ fn set_all(changes: &[(candle_core::Var, Tensor)]) -> Result<()> {
 
 fn read_object(path: &Path) -> Result<Map<String, Value>> {
     let read = || -> Result<Map<String, Value>> {
-        match json::parse(&std::fs::read(path)?)? {
+        match json::read(path)? {
             Value::Object(map) => Ok(map),
             other => bail!("must be an object, got {}", json::brief(&other)),
         }

@@ -45,6 +45,20 @@ impl Default for SaveOptions {
 /// name, and `config.json` comes last: whatever moment the program is stopped at, the folder opens as the old model or
 /// the new one, or (where their configurations differ) not at all. One program at a time may write to a folder.
 ///
+/// ```
+/// use candle_core::{DType, Device};
+/// use candle_posenc::hf::{self, SaveOptions};
+/// use candle_posenc::{Llama, LlamaConfig, SeededVars};
+/// # fn main() -> candle_core::Result<()> {
+/// # let folder = tempfile::tempdir()?;
+/// let (config, vars) = (LlamaConfig::default(), SeededVars::new(1));
+/// Llama::new(&config, vars.builder(DType::F32, &Device::Cpu))?;
+/// let options = SaveOptions { dtype: Some(DType::BF16), ..SaveOptions::default() };
+/// hf::save(&folder, &config, &vars, &options)?;
+/// # Ok(())
+/// # }
+/// ```
+///
 /// # Errors
 /// When the configuration is not [valid](LlamaConfig::validate) or would not be the same when read again; when a weight is
 /// missing, has another shape, is not made of floats or is not the model's; when a file cannot be written. Then the folder
@@ -71,7 +85,7 @@ pub fn save_tensors(
     options: &SaveOptions,
 ) -> Result<()> {
     let folder = folder.as_ref();
-    check(config, tensors).map_err(|e| about(folder, e))?;
+    check(config, tensors, options).map_err(|e| about(folder, e))?;
     let config = config_text(config, tensors, options).map_err(|e| about(folder, e))?;
     fs::create_dir_all(folder).map_err(|e| about(folder, e))?;
     atomic::remove_unfinished(folder)?;
@@ -113,15 +127,22 @@ pub fn save_tensors(
     Ok(())
 }
 
-fn check(config: &LlamaConfig, tensors: &BTreeMap<String, Tensor>) -> Result<()> {
+fn check(
+    config: &LlamaConfig,
+    tensors: &BTreeMap<String, Tensor>,
+    options: &SaveOptions,
+) -> Result<()> {
     config.validate()?;
+    if let Some(dtype) = options.dtype.filter(|dtype| !dtype.is_float()) {
+        bail!("weights cannot be converted to {dtype:?}, only to floats")
+    }
     let shapes: Shapes = tensors
         .iter()
         .map(|(name, tensor)| (name.clone(), tensor.dims().to_vec()))
         .collect();
     let used = expected(config, &shapes)?;
     for (name, tensor) in tensors {
-        if !used.contains_key(name) {
+        if !used.contains(name) {
             bail!("{name} is not used by this model")
         }
         if !tensor.dtype().is_float() {

@@ -161,7 +161,7 @@ impl Weights {
 /// The names of the tensors, each with the file it is in.
 pub(super) fn read_index(path: &Path) -> Result<BTreeMap<String, String>> {
     let read = || -> Result<BTreeMap<String, String>> {
-        let index = json::parse(&std::fs::read(path)?)?;
+        let index = json::read(path)?;
         let fields = Fields::of("index", &index, "the document")?;
         let map = fields.required("weight_map", fields.get("weight_map"))?;
         let mut places = BTreeMap::new();
