@@ -124,7 +124,7 @@ fn run(options: &Options, output: &mut dyn Write) -> Result<()> {
         Some(folder) => write_on(&ModelFolder::open(folder)?, &sampler, options, output),
         None if options.toy => {
             let folder = tempfile::tempdir()?;
-            save_untrained(folder.path(), options.seed)?;
+            save_untrained(folder.path(), 256, options.seed)?;
             write_on(&ModelFolder::open(folder.path())?, &sampler, options, output)
         }
         None => bail!("--model is missing; to make a model: cargo run --release --example train -- --out model"),
@@ -221,9 +221,10 @@ fn print_facts(
     Ok(())
 }
 
-/// A byte-level model as its weights are drawn.
-fn save_untrained(folder: &Path, seed: u64) -> Result<()> {
+/// A small model as its weights are drawn.
+fn save_untrained(folder: &Path, vocab_size: usize, seed: u64) -> Result<()> {
     let config = LlamaConfig {
+        vocab_size,
         hidden_size: 32,
         intermediate_size: 64,
         num_hidden_layers: 2,
@@ -237,6 +238,7 @@ fn save_untrained(folder: &Path, seed: u64) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use common::codec::byte_pairs;
     use common::message;
 
     fn options(words: &[&str]) -> Options {
@@ -286,7 +288,7 @@ mod tests {
     #[test]
     fn token_that_ends_a_text_ends_it_unseen() -> Result<()> {
         let folder = tempfile::tempdir()?;
-        save_untrained(folder.path(), 0)?;
+        save_untrained(folder.path(), 256, 0)?;
         let place = folder.path().display().to_string();
         let words = ["--model", &place, "--prompt", "abc", "--temperature", "0"];
         let whole = written(&words)?;
@@ -300,6 +302,37 @@ mod tests {
         std::fs::write(generation, format!("{{\"eos_token_id\": [999, {first}]}}"))?;
         assert_eq!(written(&words)?, "abc\n");
         assert!(whole.len() > 100, "{whole}");
+        Ok(())
+    }
+
+    #[test]
+    fn text_by_a_tokenizer_is_what_its_tokens_say() -> Result<()> {
+        let folder = tempfile::tempdir()?;
+        save_untrained(folder.path(), 258, 0)?;
+        let place = folder.path().display().to_string();
+        let words = ["--model", &place, "--prompt", "ab ab", "--tokens", "40"];
+        let error = message(&written(&words).unwrap_err());
+        assert!(error.contains("258 is not that of bytes"), "{error}");
+
+        let tokenizer = byte_pairs();
+        let file = folder.path().join("tokenizer.json");
+        tokenizer
+            .save(file, false)
+            .map_err(candle_core::Error::wrap)?;
+        let text = written(&words)?;
+        let model = ModelFolder::open(folder.path())?.load(DType::F32, &device())?;
+        let prompt = Codec::Tokenizer(Box::new(byte_pairs())).encode("ab ab")?;
+        assert_eq!(prompt.len(), 2);
+        let (device, mut rng) = (device(), ChaCha12Rng::seed_from_u64(0));
+        let mut writer = Writer::new(&model, &prompt, 40, &device)?;
+        let mut tokens = prompt.clone();
+        for _ in 0..40 {
+            tokens.push(writer.next(&Sampler::new(0.8), &mut rng)?);
+        }
+        let whole = tokenizer
+            .decode(&tokens, true)
+            .map_err(candle_core::Error::wrap)?;
+        assert_eq!(text, printable(&whole) + "\n");
         Ok(())
     }
 }

@@ -165,32 +165,36 @@ pub fn printable(text: &str) -> String {
     text.replace(|c| !shown(c), "\u{fffd}")
 }
 
+/// A tokenizer of 258 tokens for tests: two merges over bytes; "é" and "€" stay in two and three tokens.
+#[cfg(test)]
+pub fn byte_pairs() -> Tokenizer {
+    use tokenizers::decoders::byte_level::ByteLevel;
+    use tokenizers::models::bpe::BPE;
+    let vocabulary = ByteLevel::alphabet()
+        .into_iter()
+        .map(String::from)
+        .chain(["ab".into(), "Ġab".into()]);
+    let mut names: Vec<_> = vocabulary.collect();
+    names.sort();
+    let vocabulary: Vec<(String, u32)> = names.into_iter().zip(0..).collect();
+    let vocabulary: [_; 258] = vocabulary.try_into().unwrap();
+    let merges = [("a", "b"), ("Ġ", "ab")].map(|(a, b)| (a.to_string(), b.to_string()));
+    let model = BPE::builder()
+        .vocab_and_merges(vocabulary, merges.to_vec())
+        .build()
+        .unwrap();
+    let mut tokenizer = Tokenizer::new(model);
+    let level = ByteLevel::new(false, true, true);
+    tokenizer.with_pre_tokenizer(Some(level));
+    tokenizer.with_decoder(Some(level));
+    tokenizer
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
-    use tokenizers::decoders::byte_level::ByteLevel;
-    use tokenizers::models::bpe::BPE;
-
-    /// Two merges over bytes; "é" and "€" stay in two and three tokens.
     fn tokenizer() -> Codec {
-        let vocabulary = ByteLevel::alphabet()
-            .into_iter()
-            .map(String::from)
-            .chain(["ab".into(), "Ġab".into()]);
-        let mut names: Vec<_> = vocabulary.collect();
-        names.sort();
-        let vocabulary: Vec<(String, u32)> = names.into_iter().zip(0..).collect();
-        let vocabulary: [_; 258] = vocabulary.try_into().unwrap();
-        let merges = [("a", "b"), ("Ġ", "ab")].map(|(a, b)| (a.to_string(), b.to_string()));
-        let model = BPE::builder()
-            .vocab_and_merges(vocabulary, merges.to_vec())
-            .build()
-            .unwrap();
-        let mut tokenizer = Tokenizer::new(model);
-        let level = ByteLevel::new(false, true, true);
-        tokenizer.with_pre_tokenizer(Some(level));
-        tokenizer.with_decoder(Some(level));
-        Codec::Tokenizer(Box::new(tokenizer))
+        Codec::Tokenizer(Box::new(byte_pairs()))
     }
 
     #[test]
