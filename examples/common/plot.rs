@@ -32,6 +32,8 @@ const TITLE: i32 = 38;
 const LETTERS: i32 = 28;
 /// Between the baselines of two names that would otherwise overlap.
 const NAME_HEIGHT: f64 = 36.;
+/// By how much digits and capitals lie above the middle of their line.
+const CENTRE: i32 = 4;
 
 type Canvas<'a> = DrawingArea<BitMapBackend<'a>, Shift>;
 
@@ -126,7 +128,7 @@ impl Lines {
                 let y = frame.y.at(value.ln());
                 line(canvas, &[(130., y), (1290., y)], PALE.stroke_width(2))?;
                 let style = text(LETTERS, GREY, HPos::Right, VPos::Center);
-                write(canvas, value, (118, y as i32), &style)?;
+                write(canvas, value, (118, y as i32 + CENTRE), &style)?;
             }
             let style = text(LETTERS, GREY, HPos::Center, VPos::Top);
             for (value, name) in &self.x_ticks {
@@ -142,6 +144,8 @@ impl Lines {
 
     fn draw_series(&self, canvas: &Canvas, frame: &Frame) -> Result<()> {
         let at = |x: f64, y: f64| (frame.x.at(x.ln()), frame.y.at(y.ln()));
+        let points = self.series.iter().flat_map(|series| &series.points);
+        let end = frame.x.at(extent(points.map(|p| p.x)).1.ln());
         let mut ends = Vec::new();
         for (n, series) in self.series.iter().enumerate() {
             let colour = COLOURS[n % COLOURS.len()];
@@ -153,23 +157,28 @@ impl Lines {
             line(canvas, &path, colour.stroke_width(4))?;
             path.iter()
                 .try_for_each(|place| mark(canvas, n, *place, colour))?;
-            ends.extend(path.last().map(|(x, y)| (*x, *y, &series.name, colour)));
+            let Some((x, y)) = path.last().copied() else {
+                continue;
+            };
+            if x >= end {
+                ends.push((x, y, &series.name, colour));
+            } else {
+                // A line that stops on the way is named where it stops.
+                let style = text(LETTERS + 4, colour, HPos::Left, VPos::Bottom);
+                write(canvas, &series.name, (x as i32 + 14, y as i32 - 10), &style)?;
+            }
         }
         ends.sort_by(|a, b| a.1.total_cmp(&b.1));
         let wanted: Vec<f64> = ends.iter().map(|end| end.1).collect();
         for ((x, y, name, colour), shown) in ends.iter().zip(apart(&wanted, NAME_HEIGHT)) {
             // A thread from the line's end to a name that had to move.
-            if (shown - y).abs() > 2. || *x < frame.x.end - 60. {
+            if (shown - y).abs() > 2. {
                 let thread = [(x + 14., *y), (frame.x.end + 4., shown)];
                 line(canvas, &thread, colour.mix(0.5).stroke_width(2))?;
             }
             let style = text(LETTERS + 4, *colour, HPos::Left, VPos::Center);
-            write(
-                canvas,
-                name,
-                (frame.x.end as i32 + 12, shown as i32),
-                &style,
-            )?;
+            let place = (frame.x.end as i32 + 12, shown as i32 + CENTRE);
+            write(canvas, name, place, &style)?;
         }
         Ok(())
     }
@@ -185,7 +194,7 @@ impl Histograms {
             bail!("plot: a histogram needs bins")
         };
         let bins = self.edges.len() - 1;
-        if self.panels.is_empty() || !(left < right) {
+        if self.panels.is_empty() || left.total_cmp(right).is_ge() {
             bail!("plot: there is nothing to draw")
         }
         if let Some(panel) = self.panels.iter().find(|p| p.counts.len() != bins) {
@@ -216,7 +225,7 @@ impl Histograms {
                 let sign = if value > 0. { "+" } else { "" };
                 write(
                     canvas,
-                    &format!("{sign}{value}").replace('-', "−"),
+                    format!("{sign}{value}").replace('-', "−"),
                     (place as i32, 900),
                     &style,
                 )?;
