@@ -4,6 +4,8 @@
 //! What a killed process leaves behind begins with [`STAGED`].
 
 use candle_core::{Error, Result};
+use std::any::Any;
+use std::fmt::Display;
 use std::fs::{self, File};
 use std::io::{self, BufWriter, Write};
 use std::path::{Path, PathBuf};
@@ -36,7 +38,9 @@ pub(crate) fn stage_file(
         .map_err(|e| about(path, e))?;
     let mut buffered = BufWriter::new(file);
     write(&mut buffered)?;
-    let file = buffered.into_inner().map_err(|e| about(path, e.error()))?;
+    let file = buffered
+        .into_inner()
+        .map_err(|e| about(path, e.into_error()))?;
     file.as_file().sync_all().map_err(|e| about(path, e))?;
     Ok(StagedFile {
         file,
@@ -123,8 +127,20 @@ pub(crate) fn remove_unfinished(folder: &Path) -> Result<()> {
 }
 
 /// An error that names the file.
-pub(crate) fn about(path: &Path, error: impl std::fmt::Display) -> Error {
-    Error::msg(format!("{}: {error}", path.display()))
+pub(crate) fn about(path: &Path, error: impl Display + 'static) -> Error {
+    let reason = match (&error as &dyn Any).downcast_ref::<Error>() {
+        Some(error) => message(error),
+        None => error.to_string(),
+    };
+    Error::msg(format!("{}: {reason}", path.display()))
+}
+
+/// What an error says, without the backtrace that candle puts into its text where `RUST_BACKTRACE` is set.
+pub(crate) fn message(error: &Error) -> String {
+    match error {
+        Error::WithBacktrace { inner, .. } => message(inner),
+        other => other.to_string(),
+    }
 }
 
 /// Makes names with the rights that any new file or folder would have.

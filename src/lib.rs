@@ -7,8 +7,8 @@
 //!   [`plan`] tells which code will run, and why.
 //! - [`rotate()`]: rotation of heads, differentiable in the head and in the table.
 //! - [`encoding`]: RoPE with every length extension, ALiBi, TAPA, TAPE, absolute, none, or [your own](Encoding).
-//! - [`Llama`]: a model that takes any of them, with a [`KvCache`].
-//! - [`hf`]: its folders, as Hugging Face has them, in and out, whatever the encoding.
+//! - [`Llama`]: a model that takes any of them, with a [`KvCache`]; [`hf`] reads and writes it as Hugging Face does.
+//! - [`train`]: masters in f32, AdamW, checkpoints that resume bit for bit, long contexts in little memory.
 //!
 //! # Quick start
 //!
@@ -30,15 +30,10 @@
 //! # }
 //! ```
 //!
-//! # Choosing an encoding
-//!
-//! | you want | take |
-//! |---|---|
-//! | to run or fine-tune a model that exists | [`RopeConfig::from_hf`](encoding::RopeConfig::from_hf) of its `config.json` |
-//! | lengths beyond training, recency is enough | ALiBi: no weights, no tuning, blind to what is far |
-//! | lengths beyond training, content decides | TAPA with [`PhaseNorm`](encoding::PhaseNorm): its perplexity grows little where RoPE's explodes; in small and short training it starts higher |
-//! | positions that depend on content | TAPE: starts as RoPE exactly, then learns; about a quarter more time |
-//! | a baseline | [`Nope`](encoding::Nope) or absolute |
+//! The [guide] goes on from here: [attention alone, models, generation](guide::quick_start),
+//! [which encoding for what](guide::choosing_an_encoding), [training](guide::training),
+//! [lengths beyond training](guide::beyond_the_training_length), [coming from candle-nn and
+//! candle-flash-attn](guide::migrating).
 //!
 //! # Where tokens stand
 //!
@@ -56,6 +51,7 @@ pub mod attend;
 pub mod attention;
 pub mod cache;
 pub mod encoding;
+pub mod guide;
 pub mod hf;
 mod host;
 pub mod init;

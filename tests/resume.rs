@@ -31,13 +31,15 @@ fn program() -> &'static Path {
         let built = cargo.stderr(Stdio::inherit()).output().unwrap();
         assert!(built.status.success(), "the example train does not build");
         let messages = String::from_utf8(built.stdout).unwrap();
-        let programs = messages.lines().filter_map(|line| {
+        let mut programs = messages.lines().filter_map(|line| {
             let message: Value = serde_json::from_str(line).ok()?;
             let example = message["target"]["name"] == "train";
             let program = message["executable"].as_str().filter(|_| example)?;
             Some(PathBuf::from(program))
         });
-        programs.last().expect("cargo names the program it built")
+        programs
+            .next_back()
+            .expect("cargo names the program it built")
     })
 }
 

@@ -516,6 +516,34 @@ fn run_with_an_encoding_of_ones_own_is_resumed() {
 }
 
 #[test]
+fn run_resumed_on_another_number_of_threads_is_told_so() {
+    let run = tempfile::tempdir().unwrap();
+    let on = |threads: usize, work: &(dyn Fn() -> Vec<String> + Sync)| {
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(threads);
+        pool.build().unwrap().install(work)
+    };
+    let begin = || {
+        let mut trainer = trainer(rope(), DType::F32, recipe());
+        steps(&mut trainer, 2);
+        trainer.save(run.path()).unwrap();
+        Vec::new()
+    };
+    let go_on = || {
+        let mut trainer = trainer(rope(), DType::F32, recipe());
+        let resumed = trainer.resume(run.path()).unwrap().unwrap();
+        assert_eq!((resumed.step, trainer.steps_done()), (2, 2));
+        resumed.notes
+    };
+    on(3, &begin);
+    assert!(on(3, &go_on).is_empty());
+    let [note] = &on(1, &go_on)[..] else { panic!() };
+    assert!(
+        note.contains("3 threads") && note.contains("on 1"),
+        "{note}"
+    );
+}
+
+#[test]
 fn newest_checkpoints_are_kept_and_saving_again_changes_nothing() {
     let run = tempfile::tempdir().unwrap();
     let names = || {
@@ -637,6 +665,11 @@ fn restore_of_another_run_is_refused_by_name_and_changes_nothing() {
         let error = other.restore(&checkpoint).unwrap_err().to_string();
         assert!(error.contains(told), "{told}: {error}");
         assert!(error.contains("step-00000002"), "{error}");
+        // One line, also where backtraces are asked for: candle adds one to the end.
+        assert!(
+            error.lines().next().is_some_and(|line| line.contains(told)),
+            "{error}"
+        );
         assert!(other.resume(run.path()).is_err());
         assert_eq!(before, snapshot(&other));
     }

@@ -11,7 +11,7 @@ use super::adamw::{AdamW, Moments};
 use super::checksum::Checksum;
 use super::trainer::TrainerConfig;
 use super::windows::{Cursor, Fingerprint};
-use crate::atomic::{about, remove_folder, write_file, StagedFolder};
+use crate::atomic::{about, message, remove_folder, write_file, StagedFolder};
 use crate::hf::{self, SaveOptions};
 use crate::init::SeededVars;
 use crate::json;
@@ -164,18 +164,6 @@ impl State {
         }
         Ok(())
     }
-
-    /// Why going on may not give the bits of a run without interruption.
-    pub fn differences_in_rounding(&self, other: &Self) -> Vec<String> {
-        let mut notes = Vec::new();
-        if self.threads != other.threads {
-            notes.push(format!(
-                "the run was on {} threads and goes on on {}: sums may round otherwise than without interruption",
-                other.threads, self.threads
-            ));
-        }
-        notes
-    }
 }
 
 /// What a run is a run of, by the names that errors use.
@@ -270,6 +258,25 @@ impl Checkpoint {
     /// The recipe of its run.
     pub fn config(&self) -> &TrainerConfig {
         &self.contents.state.config
+    }
+
+    /// Why going on from here with this crate may not give the bits of a run without interruption.
+    pub(super) fn notes(&self, here: &State) -> Vec<String> {
+        let mut notes = Vec::new();
+        let (there, version) = (self.state(), env!("CARGO_PKG_VERSION"));
+        if there.threads != here.threads {
+            notes.push(format!(
+                "the run was on {} threads and goes on on {}: sums may round otherwise than without interruption",
+                there.threads, here.threads
+            ));
+        }
+        if self.contents.version != version {
+            notes.push(format!(
+                "the run was with version {} and goes on with {version}: sums may round otherwise",
+                self.contents.version
+            ));
+        }
+        notes
     }
 
     pub(super) fn state(&self) -> &State {
@@ -398,7 +405,9 @@ pub fn latest(run: impl AsRef<Path>) -> Result<Option<Latest>> {
                     passed_over,
                 }))
             }
-            Err(error) => passed_over.push(format!("passed over a checkpoint: {error}")),
+            Err(error) => {
+                passed_over.push(format!("passed over a checkpoint: {}", message(&error)))
+            }
         }
     }
     match passed_over.first() {

@@ -439,7 +439,7 @@ impl Trainer {
         Ok(Resumed {
             folder: checkpoint.folder().to_path_buf(),
             step: there.step,
-            notes: here.differences_in_rounding(there),
+            notes: checkpoint.notes(&here),
         })
     }
 
