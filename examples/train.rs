@@ -26,7 +26,8 @@ use candle_posenc::train::{
 };
 use candle_posenc::{EncodingConfig, Llama, LlamaConfig, SeededVars};
 use clap::{Parser, ValueEnum};
-use common::evaluation::perplexity;
+use common::codec::printable;
+use common::evaluation::{common_part, perplexity};
 use common::message;
 use common::names::{BackendName, EncodingName};
 use common::progress::Progress;
@@ -529,7 +530,8 @@ fn train(trainer: &mut Trainer, options: &Options) -> Result<()> {
 
 /// The table of perplexities by context.
 fn print_reach(model: &Llama, text: &Text, length: usize, device: &Device) -> Result<()> {
-    let held_out = common_part(&text.held_out, length);
+    let contexts = REACH.map(|reach| reach * length);
+    let held_out = common_part(&text.held_out, &contexts, LONGEST_WINDOWS);
     println!("\nPerplexity per byte of held-out text: 1 is certainty, 256 a blind guess. Last quarter: of the bytes with the most context.");
     println!(
         "{:>14}  {:>8}  {:>8}  {:>12}",
@@ -569,30 +571,15 @@ fn print_reach(model: &Llama, text: &Text, length: usize, device: &Device) -> Re
     Ok(())
 }
 
-/// Whole windows of the longest context that fits and the byte after them, so that every context that fits reads the
-/// same bytes.
-fn common_part(held_out: &[u8], length: usize) -> &[u8] {
-    let windows = |reach: &usize| held_out.len().saturating_sub(1) / (reach * length);
-    match REACH.iter().rev().find(|reach| windows(reach) > 0) {
-        Some(reach) => &held_out[..windows(reach).min(LONGEST_WINDOWS) * reach * length + 1],
-        None => held_out,
-    }
-}
-
 /// The prompt and what the model writes on, up to the training length.
 fn print_sample(model: &Llama, prompt: &[u8], options: &Options, device: &Device) -> Result<()> {
     let mut rng = ChaCha12Rng::seed_from_u64(options.seed);
     let count = options.length - prompt.len();
     let written = write_on(model, prompt, count, TEMPERATURE, &mut rng, device)?;
     println!("\nSample of {count} bytes at temperature {TEMPERATURE}, with a key/value cache, after the prompt in ⟨⟩:");
-    println!("⟨{}⟩{}", printable(prompt), printable(&written));
+    let shown = |bytes| printable(&String::from_utf8_lossy(bytes));
+    println!("⟨{}⟩{}", shown(prompt), shown(&written));
     Ok(())
-}
-
-/// Bytes as text that leaves a terminal as it was.
-fn printable(bytes: &[u8]) -> String {
-    let shown = |c: char| matches!(c, '\n' | '\t') || !c.is_control();
-    String::from_utf8_lossy(bytes).replace(|c| !shown(c), "\u{fffd}")
 }
 
 #[cfg(test)]
@@ -653,13 +640,6 @@ mod tests {
     }
 
     #[test]
-    fn common_part_of_any_text_is_whole_windows_of_every_context_that_fits() {
-        for (held_out, bytes) in [(33, 33), (70, 65), (200, 129), (257, 257), (9999, 2049)] {
-            assert_eq!(common_part(&vec![0; held_out], 32).len(), bytes);
-        }
-    }
-
-    #[test]
     fn run_learning_rate_too_high_stops_and_names_the_step() {
         let error = run(&options(&["--toy", "--lr", "1e30"])).unwrap_err();
         let told = message(&error);
@@ -717,11 +697,6 @@ mod tests {
         assert!(error.contains("recipe.batch is 4 there, 5 here"), "{error}");
         // All steps are done: it only reports again.
         run(&options(&[&words[..], &["--resume"]].concat())).unwrap();
-    }
-
-    #[test]
-    fn printable_control_characters_and_broken_text_replaced() {
-        assert_eq!(printable(b"a\x1b[\xffb\tc\n"), "a\u{fffd}[\u{fffd}b\tc\n");
     }
 
     #[test]

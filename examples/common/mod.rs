@@ -1,5 +1,5 @@
-//! What the examples share: a text made for long contexts, the state of training on a terminal, the measure of
-//! perplexity and sampling.
+//! What the examples share: a text made for long contexts, small models and their training, the measure of perplexity,
+//! sampling, text to tokens and back, tables and pictures.
 
 // Every example compiles this module for itself and uses a part of it.
 #![allow(dead_code)]
@@ -7,10 +7,14 @@
 use candle_core::{Error, Result};
 use std::process::ExitCode;
 
+pub mod codec;
 pub mod evaluation;
 pub mod names;
+pub mod plot;
 pub mod progress;
+pub mod recipe;
 pub mod sampling;
+pub mod table;
 pub mod tales;
 pub mod text;
 

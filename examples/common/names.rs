@@ -26,6 +26,19 @@ pub enum EncodingName {
 }
 
 impl EncodingName {
+    /// As papers write it.
+    pub fn label(self) -> &'static str {
+        match self {
+            Self::Rope => "RoPE",
+            Self::Alibi => "ALiBi",
+            Self::Tapa => "TAPA",
+            Self::Tape => "TAPE",
+            Self::Absolute => "sinusoids",
+            Self::Learned => "learned",
+            Self::Nope => "NoPE",
+        }
+    }
+
     /// The encoding with the parameters that the examples use, trained at `length` tokens.
     pub fn config(self, length: usize) -> EncodingConfig {
         match self {

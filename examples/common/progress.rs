@@ -82,7 +82,7 @@ impl Progress {
             return;
         }
         println!(
-            "trained    loss {:.3} → {:.3} nats per byte in {:.0} s, {:.0} tokens/s",
+            "trained    loss {:.3} → {:.3} nats per token in {:.0} s, {:.0} tokens/s",
             self.first_loss,
             self.loss,
             self.started.elapsed().as_secs_f64(),

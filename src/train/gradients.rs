@@ -70,29 +70,33 @@ impl Gradients {
     /// # Errors
     /// When a weight has another shape, dtype or device there; then nothing is changed.
     pub fn accumulate(&mut self, others: Self) -> Result<()> {
-        let mut sums = Vec::with_capacity(others.by_name.len());
+        for (name, other) in &others.by_name {
+            if let Some(gradient) = self.by_name.get(name) {
+                let same = gradient.dims() == other.dims() && gradient.dtype() == other.dtype();
+                if !same || !gradient.device().same_device(other.device()) {
+                    bail!("gradients: {name} is {gradient:?} and {other:?}")
+                }
+            }
+        }
         for (name, other) in others.by_name {
+            // One at a time: the sums of large models are large.
             let sum = match self.by_name.get(&name) {
                 Some(gradient) => (gradient + other)?,
                 None => other,
             };
-            sums.push((name, sum));
+            self.by_name.insert(name, sum);
         }
-        self.by_name.extend(sums);
         Ok(())
     }
 
     /// Multiplies all by a factor.
     ///
     /// # Errors
-    /// When memory runs out; then nothing is changed.
+    /// When memory runs out.
     pub fn scale(&mut self, factor: f64) -> Result<()> {
-        let scaled = self
-            .by_name
-            .iter()
-            .map(|(name, gradient)| Ok((name.clone(), (gradient * factor)?)))
-            .collect::<Result<_>>()?;
-        self.by_name = scaled;
+        for gradient in self.by_name.values_mut() {
+            *gradient = (&*gradient * factor)?;
+        }
         Ok(())
     }
 

@@ -155,9 +155,11 @@ pub struct Resumed {
 /// let config = TrainerConfig { length: 16, steps: 20, schedule, ..TrainerConfig::default() };
 /// let mut trainer = Trainer::new(model, parameters, text, config)?;
 /// let first = trainer.step()?.loss;
+/// let mut last = first;
 /// while !trainer.is_finished() {
-///     trainer.step()?;
+///     last = trainer.step()?.loss;
 /// }
+/// assert!(last < first);
 /// let run = tempfile::tempdir()?;
 /// trainer.save(run.path())?; // run/step-00000020
 /// # Ok(())
