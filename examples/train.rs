@@ -34,6 +34,7 @@ use common::progress::Progress;
 use common::sampling::write_on;
 use common::text::{about, read, Text};
 use rand::{rngs::ChaCha12Rng, SeedableRng};
+use std::fs::{File, TryLockError};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
@@ -244,7 +245,10 @@ fn run(options: &Options) -> Result<()> {
     let prompt = prompt(options, &text)?;
     // Before training: a folder that cannot be written to should not cost a model.
     let out = options.out.as_deref();
-    out.map_or(Ok(()), |out| check_folder(out, options.resume))?;
+    let _lock = match out {
+        Some(out) => check_folder(out, options.resume)?,
+        None => None,
+    };
 
     let device = Device::Cpu;
     let parameters = Parameters::new(SeededVars::new(options.seed));
@@ -469,28 +473,53 @@ fn recipe(options: &Options) -> Result<TrainerConfig> {
 /// The record of a run in its folder.
 const LOG: &str = "log.csv";
 
-/// A run begins in a new or an empty folder, and goes on in its own.
-fn check_folder(out: &Path, resume: bool) -> Result<()> {
+/// Checkpoints of a run in its folder.
+const CHECKPOINTS: &str = "checkpoints";
+
+/// A run begins in a new or an empty folder, and goes on in its own. Returns what keeps other processes out of it.
+fn check_folder(out: &Path, resume: bool) -> Result<Option<File>> {
     std::fs::create_dir_all(out).map_err(|e| about(out, e))?;
-    let mut entries = std::fs::read_dir(out).map_err(|e| about(out, e))?;
-    let empty = entries.next().is_none();
+    let lock = lock(out)?;
+    let mut empty = true;
+    for entry in std::fs::read_dir(out).map_err(|e| about(out, e))? {
+        let name = entry.map_err(|e| about(out, e))?.file_name();
+        // A process killed as it began may have left an unfinished file, whose name begins with a dot.
+        empty &= name.to_string_lossy().starts_with('.');
+    }
     if !empty && !resume {
         bail!(
             "--out {} is not empty: add --resume to go on with the run in it, or name another folder",
             out.display()
         )
     }
-    if !empty && !out.join(LOG).exists() {
+    if !empty
+        && ![LOG, CHECKPOINTS]
+            .iter()
+            .any(|name| out.join(name).exists())
+    {
         bail!("--out {} holds no run to go on with", out.display())
     }
-    Ok(())
+    Ok(lock)
+}
+
+/// Locks a folder until the file is closed or the process ends, where the system can lock folders.
+fn lock(out: &Path) -> Result<Option<File>> {
+    let Ok(folder) = File::open(out) else {
+        return Ok(None);
+    };
+    match folder.try_lock() {
+        Err(TryLockError::WouldBlock) => {
+            bail!("--out {}: another process works in it", out.display())
+        }
+        _ => Ok(Some(folder)),
+    }
 }
 
 /// All steps that are left, with a log and checkpoints where the run has a folder.
 fn train(trainer: &mut Trainer, options: &Options) -> Result<()> {
     let (steps, out) = (options.steps, options.out.as_deref());
     let every = options.checkpoint_every.unwrap_or(steps.div_ceil(10));
-    let checkpoints = out.map(|out| out.join("checkpoints"));
+    let checkpoints = out.map(|out| out.join(CHECKPOINTS));
     if let Some(folder) = checkpoints.as_ref().filter(|_| options.resume) {
         match trainer.resume(folder)? {
             Some(resumed) => {
@@ -697,6 +726,39 @@ mod tests {
         assert!(error.contains("recipe.batch is 4 there, 5 here"), "{error}");
         // All steps are done: it only reports again.
         run(&options(&[&words[..], &["--resume"]].concat())).unwrap();
+    }
+
+    #[test]
+    fn run_folder_left_by_a_process_killed_as_it_began_is_taken() -> Result<()> {
+        let folder = tempfile::tempdir()?;
+        std::fs::write(folder.path().join(".staged-a"), b"")?;
+        check_folder(folder.path(), false)?;
+        check_folder(folder.path(), true)?;
+        Ok(())
+    }
+
+    #[test]
+    fn run_whose_log_was_deleted_goes_on() -> Result<()> {
+        let folder = tempfile::tempdir()?;
+        let out = folder.path().display().to_string();
+        let words = ["--toy", "--steps", "4", "--out", &out];
+        run(&options(&words))?;
+        std::fs::remove_file(folder.path().join(LOG))?;
+        run(&options(&[&words[..], &["--resume"]].concat()))
+    }
+
+    #[test]
+    #[cfg(unix)]
+    fn run_folder_in_which_another_process_works_refused() -> Result<()> {
+        let folder = tempfile::tempdir()?;
+        let held = check_folder(folder.path(), false)?;
+        for resume in [false, true] {
+            let error = message(&check_folder(folder.path(), resume).unwrap_err());
+            assert!(error.contains("another process works in it"), "{error}");
+        }
+        drop(held);
+        check_folder(folder.path(), false)?;
+        Ok(())
     }
 
     #[test]

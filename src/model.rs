@@ -471,6 +471,7 @@ impl Llama {
         let Some(block) = self.blocks.get(layer) else {
             bail!("llama: layer {layer} of {}", self.blocks.len())
         };
+        check_floats(&stream)?;
         let Stream { x, state } = stream;
         let (x, state) = block.forward(&x, &*self.encoding, state, cache)?;
         Ok(Stream { x, state })
@@ -482,8 +483,9 @@ impl Llama {
     /// (B, T, C) → (B, T, C), what [`logits`](Self::logits) takes.
     ///
     /// # Errors
-    /// When the width is not C.
+    /// When the width is not C, or the stream is not floats.
     pub fn finish(&self, stream: &Stream) -> Result<Tensor> {
+        check_floats(stream)?;
         self.norm.forward_diff(&stream.x)
     }
 
@@ -529,6 +531,14 @@ impl Llama {
             bail!("llama: token id {id} is not in the vocabulary of {vocab}")
         }
         Ok((*b, *t))
+    }
+}
+
+/// Norms have no function for integers.
+fn check_floats(stream: &Stream) -> Result<()> {
+    match stream.x.dtype().is_float() {
+        true => Ok(()),
+        false => bail!("llama: the stream must be floats, got {:?}", stream.x),
     }
 }
 

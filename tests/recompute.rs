@@ -480,6 +480,26 @@ fn blocks_run_one_by_one_with_a_cache_equal_the_whole_pass() -> Result<()> {
 }
 
 #[test]
+fn block_and_finish_of_a_stream_of_integers_are_errors() -> Result<()> {
+    let vars = SeededVars::new(1);
+    let model = Llama::new(
+        &LlamaConfig::default(),
+        vars.builder(DType::F32, &Device::Cpu),
+    )?;
+    let tokens = Tensor::zeros((1, 5), DType::U32, &Device::Cpu)?;
+    let mut stream = model.begin(&tokens, &Positions::first(5), &mut Ctx::default())?;
+    stream.x = stream.x.to_dtype(DType::U32)?;
+    for error in [
+        model.block(0, stream.clone(), None).err(),
+        model.finish(&stream).err(),
+    ] {
+        let told = error.map(|e| e.to_string()).unwrap_or_default();
+        assert!(told.contains("u32") && told.contains("128"), "{told}");
+    }
+    Ok(())
+}
+
+#[test]
 fn block_beyond_the_last_layer_is_an_error() -> Result<()> {
     let vars = SeededVars::new(3);
     let config = config(EncodingConfig::Nope, true);

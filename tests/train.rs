@@ -5,8 +5,8 @@ use candle_nn::{Init, Optimizer, ParamsAdamW};
 use candle_posenc::encoding::{PhaseNorm, RopeConfig, TapaConfig, TapeConfig};
 use candle_posenc::hf::ModelFolder;
 use candle_posenc::train::{
-    latest, loss_and_gradients, AdamW, AdamWConfig, Checkpoint, Gradients, Group, Parameters,
-    Recompute, Schedule, Trainer, TrainerConfig, Windows,
+    latest, loss_and_gradients, AdamW, AdamWConfig, Checkpoint, Gradients, Group, Parameter,
+    Parameters, Recompute, Schedule, Trainer, TrainerConfig, Windows,
 };
 use candle_posenc::{Ctx, Encoding, EncodingConfig, Llama, LlamaConfig, Positions, SeededVars};
 use proptest::prelude::*;
@@ -213,6 +213,38 @@ fn adamw_what_does_not_fit_is_refused_and_changes_nothing() -> Result<()> {
     let one = Tensor::ones(3, DType::F32, &DEVICE)?;
     assert!(optimiser.set_state("vector", &one, &one, 1).is_err());
     assert!(optimiser.set_state("other", &one, &one, 1).is_err());
+    Ok(())
+}
+
+#[test]
+fn adamw_state_set_from_its_own_moments_is_taken() -> Result<()> {
+    let (parameters, _) = two_weights(DType::F32)?;
+    let mut optimiser = AdamW::new(AdamWConfig::default(), &parameters)?;
+    let [first, second] = [[1f32, 2.], [3., 4.]].map(|x| Tensor::new(&x, &DEVICE));
+    optimiser.set_state("vector", &first?, &second?, 1)?;
+    let moments = |optimiser: &AdamW| -> [Tensor; 2] {
+        let (_, moments) = optimiser.state().find(|(n, _)| *n == "vector").unwrap();
+        [&moments.first, &moments.second].map(|var| var.as_detached_tensor())
+    };
+    let [first, second] = moments(&optimiser);
+    optimiser.set_state("vector", &second, &first, 2)?;
+    let [first, second] = moments(&optimiser);
+    assert_eq!(
+        (values(&first), values(&second)),
+        (vec![3., 4.], vec![1., 2.])
+    );
+    Ok(())
+}
+
+#[test]
+fn adamw_at_the_last_countable_update_stays_finite() -> Result<()> {
+    let (parameters, weights) = two_weights(DType::F32)?;
+    let mut optimiser = AdamW::new(AdamWConfig::default(), &parameters)?;
+    let one = Tensor::ones(2, DType::F32, &DEVICE)?;
+    optimiser.set_state("vector", &one, &one, u64::MAX)?;
+    let gradients = Gradients::of(&linear_loss(&weights, 0)?.backward()?, &parameters)?;
+    optimiser.step(&parameters, &gradients, 0.1)?;
+    assert!(values(&weights[1]).iter().all(|w| w.is_finite()));
     Ok(())
 }
 
@@ -516,6 +548,42 @@ fn run_with_an_encoding_of_ones_own_is_resumed() {
 }
 
 #[test]
+fn run_with_an_optimiser_that_had_more_updates_than_the_run_has_steps_is_resumed() {
+    let start = |updates: u64| {
+        let parameters = Parameters::new(SeededVars::new(1));
+        let vb = parameters.builder(DType::F32, &DEVICE);
+        let model = Llama::new(&sizes(rope()), vb).unwrap();
+        let mut optimiser = AdamW::new(recipe().adamw, &parameters).unwrap();
+        for Parameter { name, master, .. } in parameters.trained() {
+            let ones = master.ones_like().unwrap();
+            optimiser.set_state(&name, &ones, &ones, updates).unwrap();
+        }
+        Trainer::with_optimiser(model, parameters, text(), recipe(), optimiser).unwrap()
+    };
+    let run = tempfile::tempdir().unwrap();
+    let mut first = start(1000);
+    steps(&mut first, 2);
+    first.save(run.path()).unwrap();
+    let mut second = start(0);
+    second.resume(run.path()).unwrap().unwrap();
+    assert_eq!(snapshot(&first), snapshot(&second));
+}
+
+#[test]
+fn step_of_a_model_built_from_other_parameters_is_refused() {
+    let [one, other] = [1, 2].map(|seed| {
+        let parameters = Parameters::new(SeededVars::new(seed));
+        let vb = parameters.builder(DType::F32, &DEVICE);
+        (Llama::new(&sizes(rope()), vb).unwrap(), parameters)
+    });
+    let mut trainer = Trainer::new(one.0, other.1, text(), recipe()).unwrap();
+    let before = snapshot(&trainer);
+    let error = trainer.step().unwrap_err().to_string();
+    assert!(error.contains("built from other parameters"), "{error}");
+    assert_eq!(snapshot(&trainer), before);
+}
+
+#[test]
 fn run_resumed_on_another_number_of_threads_is_told_so() {
     let run = tempfile::tempdir().unwrap();
     let on = |threads: usize, work: &(dyn Fn() -> Vec<String> + Sync)| {
@@ -744,6 +812,13 @@ fn recipe_that_makes_no_run_is_refused_by_name() {
         (
             TrainerConfig {
                 clip: Some(f64::NAN),
+                ..base()
+            },
+            "clip",
+        ),
+        (
+            TrainerConfig {
+                clip: Some(f64::INFINITY),
                 ..base()
             },
             "clip",

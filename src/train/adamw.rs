@@ -99,7 +99,7 @@ pub struct Moments {
 }
 
 /// What one weight is updated by.
-#[derive(Debug, Clone)]
+#[derive(Debug)]
 struct Slot {
     moments: Moments,
     group: Group,
@@ -127,7 +127,7 @@ struct Slot {
 /// # Ok(())
 /// # }
 /// ```
-#[derive(Debug, Clone)]
+#[derive(Debug)]
 pub struct AdamW {
     config: AdamWConfig,
     slots: BTreeMap<String, Slot>,
@@ -234,8 +234,12 @@ impl AdamW {
                 )
             }
         }
-        moments.first.set(first)?;
-        moments.second.set(second)?;
+        // Copies, which may be of these moments themselves.
+        let device = moments.first.device();
+        let first = first.to_device(device)?.copy()?;
+        let second = second.to_device(device)?.copy()?;
+        moments.first.set(&first)?;
+        moments.second.set(&second)?;
         moments.updates = updates;
         Ok(())
     }
@@ -280,7 +284,7 @@ impl AdamW {
         }
         for (name, gradient) in gradients.named() {
             if let (Some(parameter), Some(slot)) = (trained.get(name), self.slots.get_mut(name)) {
-                slot.moments.updates += 1;
+                slot.moments.updates = slot.moments.updates.saturating_add(1);
                 let update = Update::new(&self.config, slot, rate);
                 let moments = &slot.moments;
                 match gradient.device().is_cpu() {

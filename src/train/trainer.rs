@@ -94,8 +94,9 @@ impl TrainerConfig {
                 self.length
             )
         }
-        if let Some(clip) = self.clip.filter(|clip| clip.is_nan() || *clip <= 0.) {
-            bail!("trainer: clip must be above 0, got {clip}")
+        // JSON, in which checkpoints hold it, knows no infinity.
+        if let Some(clip) = (self.clip).filter(|clip| !(clip.is_finite() && *clip > 0.)) {
+            bail!("trainer: clip must be above 0 and finite, got {clip}")
         }
         self.schedule.validate(self.steps)?;
         self.adamw.validate()
@@ -283,8 +284,8 @@ impl Trainer {
     /// The next step.
     ///
     /// # Errors
-    /// When the run is finished, the loss or the gradients are not finite, or the model refuses. Then weights,
-    /// optimiser, the place in the text and the random state are as they were.
+    /// When the run is finished, the loss or the gradients are not finite, the loss depends on no weight that trains
+    /// (the model was built from other parameters), or the model refuses. Then weights, optimiser, the place in the text and the random state are as they were.
     pub fn step(&mut self) -> Result<StepReport> {
         let (windows, word) = (self.windows.clone(), self.rng.get_word_pos());
         let report = self.try_step();
@@ -307,6 +308,9 @@ impl Trainer {
         let (loss, mut gradients) = self.mean_loss_and_gradients()?;
         if !loss.is_finite() {
             bail!("trainer: the loss is {loss} at step {step}, which is not done; a lower learning rate may help")
+        }
+        if gradients.named().next().is_none() {
+            bail!("trainer: the loss depends on no weight that trains: was the model built from other parameters?")
         }
         let norm = match self.config.clip {
             Some(largest) => gradients.clip(largest)?,

@@ -2,7 +2,7 @@
 
 use super::checksum::Checksum;
 use crate::init::mix;
-use candle_core::{bail, Device, Result, Tensor};
+use candle_core::{bail, Device, Error, Result, Tensor};
 use rand::rngs::ChaCha12Rng;
 use rand::{RngExt, SeedableRng};
 use serde::{Deserialize, Serialize};
@@ -99,6 +99,14 @@ impl Windows {
         }
         let mut ahead = self.clone();
         let (mut tokens, mut targets) = (Vec::new(), Vec::new());
+        for ids in [&mut tokens, &mut targets] {
+            ids.try_reserve_exact(batch * self.length).map_err(|e| {
+                Error::msg(format!(
+                    "windows: a batch of {batch} windows of {} tokens: {e}",
+                    self.length
+                ))
+            })?;
+        }
         for _ in 0..batch {
             let start = ahead.next_start();
             // Every start leaves room for a window and the target behind it.
@@ -238,7 +246,10 @@ mod tests {
         assert!(refused.contains("4 tokens"), "{refused}");
         assert!(Windows::new(counted(4), 0, 0).is_err());
         assert!(windows.next_batch(0, &Device::Cpu).is_err());
-        assert!(windows.next_batch(usize::MAX, &Device::Cpu).is_err());
+        for batch in [usize::MAX, 1 << 58] {
+            let refused = windows.next_batch(batch, &Device::Cpu).unwrap_err();
+            assert!(refused.to_string().contains(&batch.to_string()));
+        }
     }
 
     #[test]
