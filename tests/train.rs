@@ -721,6 +721,14 @@ fn restore_of_another_run_is_refused_by_name_and_changes_nothing() {
         ),
         (
             with(TrainerConfig {
+                steps: 60,
+                schedule: Schedule::Constant { warm_up: 1 + 60 / 10, peak: 1e-2 },
+                ..recipe()
+            }),
+            "recipe.steps is",
+        ),
+        (
+            with(TrainerConfig {
                 clip: None,
                 ..recipe()
             }),

@@ -156,6 +156,11 @@ impl State {
             })
             .map_err(Error::wrap)
         };
+        // Other numbers of the recipe may follow from this one.
+        let (here, there) = (self.config.steps, other.config.steps);
+        if here != there {
+            bail!("it is of another run: recipe.steps is {there} there, {here} here")
+        }
         if let Some(difference) = difference("", &parts(self)?, &parts(other)?) {
             bail!("it is of another run: {difference}")
         }

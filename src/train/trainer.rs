@@ -390,7 +390,7 @@ impl Trainer {
     }
 
     /// Goes on from the newest checkpoint of a run that is whole; `None` where there is no checkpoint yet. What a
-    /// killed process left unfinished in the folder is removed.
+    /// killed process left unfinished in the folder is removed, so one process at a time may work in it.
     ///
     /// # Errors
     /// When there are checkpoints but none is whole, or as [`restore`](Self::restore). Then nothing is changed.
