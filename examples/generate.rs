@@ -150,7 +150,7 @@ fn write_on(
     let ends = folder.eos_token_ids();
     let mut rng = ChaCha12Rng::seed_from_u64(options.seed);
     let mut writer = Writer::new(&model, &prompt, options.tokens, &device)?;
-    let mut decoder = codec.decoder();
+    let mut decoder = codec.decoder(&prompt);
     let mut show = |text: &str| -> Result<()> {
         write!(output, "{}", printable(text))?;
         Ok(output.flush()?)

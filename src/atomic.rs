@@ -37,7 +37,7 @@ pub(crate) fn stage_file(
         .tempfile_in(parent(path))
         .map_err(|e| about(path, e))?;
     let mut buffered = BufWriter::new(file);
-    write(&mut buffered)?;
+    write(&mut buffered).map_err(|e| about(path, e))?;
     let file = buffered
         .into_inner()
         .map_err(|e| about(path, e.into_error()))?;
@@ -143,6 +143,11 @@ pub(crate) fn message(error: &Error) -> String {
     }
 }
 
+/// Whether a folder has something under this name, be it a link that leads nowhere: what reads it then says so.
+pub(crate) fn is_there(path: &Path) -> bool {
+    fs::symlink_metadata(path).is_ok()
+}
+
 /// Makes names with the rights that any new file or folder would have.
 #[cfg_attr(not(unix), allow(unused_variables))]
 fn builder(mode: u32) -> Builder<'static, 'static> {
@@ -193,7 +198,8 @@ mod tests {
             w.write_all(b"new")?;
             bail!("stopped")
         });
-        assert!(failed.is_err());
+        let error = message(&failed.unwrap_err());
+        assert_eq!(error, format!("{}: stopped", path.display()));
         assert_eq!(fs::read(&path).unwrap(), b"old");
         assert_eq!(names(folder.path()), ["a"]);
         write_file(&path, |w| Ok(w.write_all(b"new")?)).unwrap();

@@ -271,7 +271,8 @@ impl Llama {
     /// The model of a configuration, its weights and its encoding's from `vb`.
     ///
     /// # Errors
-    /// When the configuration is [not valid](LlamaConfig::validate), or a weight is missing or has another shape.
+    /// When the configuration is [not valid](LlamaConfig::validate), a weight is missing or has another shape, or weights
+    /// would not be F64, F32, F16 or BF16.
     pub fn new(config: &LlamaConfig, vb: VarBuilder) -> Result<Self> {
         config.validate()?;
         let encoding = config.encoding.build(&config.dims(), vb.pp("model"))?;
@@ -288,6 +289,12 @@ impl Llama {
         vb: VarBuilder,
     ) -> Result<Self> {
         config.validate()?;
+        if !can_compute(vb.dtype()) {
+            bail!(
+                "llama: weights cannot be {:?}, only F64, F32, F16 or BF16",
+                vb.dtype()
+            )
+        }
         let (v, c) = (config.vocab_size, config.hidden_size);
         let model = vb.pp("model");
         let embeddings = model.get_with_hints((v, c), "embed_tokens.weight", config.init())?;
@@ -540,6 +547,11 @@ fn check_floats(stream: &Stream) -> Result<()> {
         true => Ok(()),
         false => bail!("llama: the stream must be floats, got {:?}", stream.x),
     }
+}
+
+/// Whether a model's weights can be of this dtype.
+pub(crate) fn can_compute(dtype: DType) -> bool {
+    matches!(dtype, DType::F64 | DType::F32 | DType::F16 | DType::BF16)
 }
 
 fn norm(config: &LlamaConfig, vb: VarBuilder) -> Result<RmsNorm> {

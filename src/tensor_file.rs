@@ -3,7 +3,7 @@
 //! A file is 8 bytes with the length of a header, the header (JSON: dtype, shape and place of each tensor), and the
 //! tensors' bytes, little-endian and without gaps (<https://github.com/huggingface/safetensors>, format 0.3).
 
-use crate::atomic::about;
+use crate::atomic::{about, message};
 use crate::json;
 use candle_core::{bail, DType, Device, Error, Result, Tensor, WithDType};
 use half::{bf16, f16};
@@ -51,15 +51,18 @@ impl TensorFile {
         &self.tensors
     }
 
-    /// Reads one tensor and converts it.
+    /// Reads one tensor and converts it. A number that `dtype` cannot hold is an error.
     pub fn read(&self, name: &str, dtype: DType, device: &Device) -> Result<Tensor> {
         let Some(info) = self.tensors.get(name) else {
             bail!("{}: there is no {name}", self.path.display())
         };
-        let tensor = self
-            .decode(info)
-            .map_err(|e| about(&self.path, format!("{name}: {e}")))?;
-        tensor.to_dtype(dtype)?.to_device(device)
+        let read = || {
+            let tensor = self.decode(info)?;
+            let converted = tensor.to_dtype(dtype)?;
+            refuse_overflow(&tensor, &converted)?;
+            converted.to_device(device)
+        };
+        read().map_err(|e| about(&self.path, format!("{name}: {}", message(&e))))
     }
 
     /// Up to `count` of a tensor's bytes, from the byte `from` on.
@@ -124,7 +127,8 @@ fn read_header(mut file: &File, length: u64) -> Result<(u64, BTreeMap<String, Te
     }
     let mut header = vec![0; size as usize];
     file.read_exact(&mut header)?;
-    let header = json::parse(&header).map_err(|e| Error::msg(format!("header: {e}")))?;
+    let header =
+        json::parse(&header).map_err(|e| Error::msg(format!("header: {}", message(&e))))?;
     let metadata: Metadata =
         serde_json::from_value(header).map_err(|e| Error::msg(format!("header: {e}")))?;
     let (start, data) = (8 + size, metadata.data_len() as u64);
@@ -209,7 +213,7 @@ pub(crate) fn write_tensors<'a>(
     out.write_all(&header)?;
     for (name, tensor) in tensors {
         encode_tensor(out, tensor, stored(tensor))
-            .map_err(|e| Error::msg(format!("{name}: {e}")))?;
+            .map_err(|e| Error::msg(format!("{name}: {}", message(&e))))?;
     }
     Ok(())
 }
@@ -217,9 +221,7 @@ pub(crate) fn write_tensors<'a>(
 fn encode_tensor(out: &mut dyn Write, tensor: &Tensor, dtype: DType) -> Result<()> {
     let flat = tensor.flatten_all()?;
     let converted = flat.to_dtype(dtype)?;
-    if flat.dtype() != dtype && dtype.size_in_bytes() <= flat.dtype().size_in_bytes() {
-        refuse_overflow(&flat, &converted)?;
-    }
+    refuse_overflow(&flat, &converted)?;
     match dtype {
         DType::F64 => encode(out, &converted, f64::to_le_bytes),
         DType::F32 => encode(out, &converted, f32::to_le_bytes),
@@ -234,13 +236,23 @@ fn encode_tensor(out: &mut dyn Write, tensor: &Tensor, dtype: DType) -> Result<(
 
 /// f16 ends at 65504, f32 and bf16 at 3e38.
 fn refuse_overflow(from: &Tensor, to: &Tensor) -> Result<()> {
-    if from.elem_count() == 0 {
+    let (wide, narrow) = (from.dtype(), to.dtype());
+    let floats = wide.is_float() && narrow.is_float();
+    let narrows = wide != narrow && narrow.size_in_bytes() <= wide.size_in_bytes();
+    if !floats || !narrows || wide == DType::F16 {
         return Ok(());
     }
-    let largest = |x: &Tensor| x.abs()?.max(0)?.to_dtype(DType::F64)?.to_scalar::<f64>();
-    let before = largest(from)?;
-    if before.is_finite() && !largest(to)?.is_finite() {
-        bail!("{before} is beyond {:?}", to.dtype())
+    let (from, to) = (from.flatten_all()?, to.flatten_all()?);
+    let count = from.elem_count();
+    for start in (0..count).step_by(PIECE) {
+        let piece = |x: &Tensor| -> Result<Vec<f64>> {
+            let x = x.narrow(0, start, PIECE.min(count - start))?;
+            x.to_dtype(DType::F64)?.to_vec1()
+        };
+        let mut pairs = piece(&from)?.into_iter().zip(piece(&to)?);
+        if let Some((lost, _)) = pairs.find(|(a, b)| a.is_finite() && !b.is_finite()) {
+            bail!("{lost} is beyond {narrow:?}")
+        }
     }
     Ok(())
 }
@@ -263,6 +275,7 @@ fn encode<T: WithDType, const N: usize>(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::atomic::write_file;
 
     fn file_of(header: &str, data: &[u8]) -> Vec<u8> {
         let mut bytes = (header.len() as u64).to_le_bytes().to_vec();
@@ -389,6 +402,35 @@ mod tests {
         assert!(write(65504.).is_ok());
         assert!(write(f32::INFINITY).is_ok());
         let error = write(7e4).unwrap_err().to_string();
-        assert!(error.contains("a: 70000 is beyond F16"), "{error}");
+        assert!(error.contains("a: -70000 is beyond F16"), "{error}");
+        // Numbers that are none beside it do not hide it.
+        for first in [f32::NAN, f32::INFINITY, 1.] {
+            for values in [[first, 7e4], [7e4, first]] {
+                let tensor = Tensor::new(&values, &Device::Cpu).unwrap();
+                let written = write_tensors(&mut Vec::new(), [("a", &tensor)], Some(DType::F16));
+                let error = written.unwrap_err().to_string();
+                assert!(error.contains("a: 70000 is beyond F16"), "{error}");
+            }
+        }
+    }
+
+    #[test]
+    fn number_beyond_what_is_asked_for_is_refused_when_read() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("t.safetensors");
+        let values = Tensor::new(&[0f64, f64::INFINITY, -7e4, 1e39], &Device::Cpu).unwrap();
+        write_file(&path, |out| write_tensors(out, [("a", &values)], None)).unwrap();
+        let file = TensorFile::open(&path).unwrap();
+        let read = |dtype| file.read("a", dtype, &Device::Cpu);
+        assert!(read(DType::F64).is_ok());
+        for (dtype, part) in [
+            (DType::F32, "is beyond F32"),
+            (DType::BF16, "is beyond BF16"),
+            (DType::F16, "a: -70000 is beyond F16"),
+        ] {
+            let error = message(&read(dtype).unwrap_err());
+            assert!(error.contains(part), "{error}");
+            assert!(error.contains("t.safetensors"), "{error}");
+        }
     }
 }

@@ -900,6 +900,18 @@ fn own_model_type_with_misplaced_or_bad_fields_is_refused() {
             json!({"type": "tape", "position_size": -2}),
             "-2",
         ),
+        ("encoding", json!(["rope", 1, 2]), "object"),
+        ("encoding", json!({"type": "nope", "slope": 2}), "slope 2"),
+        (
+            "encoding",
+            json!({"type": "tape", "rope": {"scaling": {"rope_type": "default", "factor": 8}}}),
+            "factor 8",
+        ),
+        (
+            "encoding",
+            json!({"type": "tape", "rope": [5e5]}),
+            "rope must be an object",
+        ),
         ("window", json!(-3), "window"),
         ("window", json!(0), "window"),
     ] {
@@ -1067,6 +1079,129 @@ fn what_the_model_does_not_know_is_kept_when_saved_again() {
 }
 
 #[test]
+fn every_file_of_the_tokenizer_is_kept_when_saved_again() {
+    let (folder, config, vars) = saved(&SaveOptions::default());
+    let names = [
+        "added_tokens.json",
+        "chat_template.jinja",
+        "chat_template.json",
+        "generation_config.json",
+        "merges.txt",
+        "special_tokens_map.json",
+        "tokenizer.json",
+        "tokenizer.model",
+        "tokenizer_config.json",
+        "vocab.json",
+    ];
+    for name in names {
+        fs::write(folder.path().join(name), "{}").unwrap();
+    }
+    let options = ModelFolder::open(&folder).unwrap().save_options();
+    let again = tempfile::tempdir().unwrap();
+    hf::save(&again, &config, &vars, &options).unwrap();
+    assert_eq!(files(again.path()), files(folder.path()));
+}
+
+/// The cache of Hugging Face holds links, and loses what they lead to.
+#[cfg(unix)]
+#[test]
+fn links_are_followed_and_those_that_lead_nowhere_are_named() {
+    use std::os::unix::fs::symlink;
+    let (blobs, config, vars) = saved(&SaveOptions::default());
+    let folder = tempfile::tempdir().unwrap();
+    let place = |name: &str| folder.path().join(name);
+    for name in ["config.json", "model.safetensors"] {
+        symlink(blobs.path().join(name), place(name)).unwrap();
+    }
+    let opened = ModelFolder::open(&folder).unwrap();
+    // Saving replaces the links, not what they lead to.
+    let before = fs::read(blobs.path().join("model.safetensors")).unwrap();
+    let others = SeededVars::new(77);
+    Llama::new(&config, others.builder(DType::F32, &CPU)).unwrap();
+    hf::save(&folder, &config, &others, &opened.save_options()).unwrap();
+    assert!(fs::read(blobs.path().join("model.safetensors")).unwrap() == before);
+    // The folder that is open reads the weights that it was opened with.
+    let read = SeededVars::new(0);
+    Llama::new(&config, read.builder(DType::F32, &CPU)).unwrap();
+    opened.load_into(&read).unwrap();
+    assert_eq!(all_bits(&read), all_bits(&vars));
+
+    symlink("nowhere", place("tokenizer.json")).unwrap();
+    let opened = ModelFolder::open(&folder).unwrap();
+    assert_eq!(opened.tokenizer(), Some(place("tokenizer.json")));
+    let again = tempfile::tempdir().unwrap();
+    let saving = hf::save(&again, &config, &vars, &opened.save_options());
+    assert_says(saving, &["tokenizer.json", "No such file"]);
+    symlink("nowhere", place("generation_config.json")).unwrap();
+    assert_says(
+        ModelFolder::open(&folder),
+        &["generation_config.json", "No such file"],
+    );
+    fs::remove_file(place("generation_config.json")).unwrap();
+    fs::remove_file(place("model.safetensors")).unwrap();
+    symlink("nowhere", place("model.safetensors")).unwrap();
+    assert_says(
+        ModelFolder::open(&folder),
+        &["model.safetensors", "No such file"],
+    );
+}
+
+#[test]
+fn weights_that_cannot_be_computed_with_are_refused() {
+    let (folder, config, vars) = saved(&SaveOptions::default());
+    let opened = ModelFolder::open(&folder).unwrap();
+    for dtype in [DType::U8, DType::U32, DType::I64, DType::F8E4M3] {
+        let part = format!("{dtype:?}");
+        assert_says(opened.load(dtype, &CPU), &["llama", &part]);
+        let new = SeededVars::new(0);
+        let model = Llama::new(&config, new.builder(dtype, &CPU));
+        assert_says(model, &["llama", &part]);
+    }
+    // Numbers beyond f16.
+    let named = vars.named().into_iter();
+    let mut tensors: BTreeMap<_, _> = named
+        .map(|(name, var)| (name, var.as_tensor().clone()))
+        .collect();
+    const NORM: &str = "model.norm.weight";
+    tensors.insert(NORM.into(), (zeros(&[32]) + 1e5).unwrap());
+    hf::save_tensors(&folder, &config, &tensors, &SaveOptions::default()).unwrap();
+    let opened = ModelFolder::open(&folder).unwrap();
+    assert!(opened.load(DType::BF16, &CPU).is_ok());
+    assert_says(opened.load(DType::F16, &CPU), &[NORM, "100000", "F16"]);
+}
+
+#[test]
+fn weights_of_tape_in_a_model_without_it_are_refused() {
+    let (folder, _, _) = saved(&SaveOptions::default());
+    let extra = "model.layers.2.pe.adapt.weight";
+    change_tensors(folder.path(), |tensors| {
+        tensors.insert(extra.into(), zeros(&[2, 2]));
+    });
+    assert_says(load(folder.path()), &[extra, "not used"]);
+}
+
+#[test]
+fn error_is_one_line_with_backtraces_too() {
+    let (folder, _, _) = saved(&SaveOptions::default());
+    let said = |error: candle_core::Error| match error {
+        candle_core::Error::WithBacktrace { inner, .. } => inner.to_string(),
+        other => other.to_string(),
+    };
+    change_tensors(folder.path(), |tensors| {
+        tensors.remove("model.norm.weight");
+    });
+    let missing = said(load(folder.path()).err().unwrap());
+    assert!(missing.contains("model.norm.weight"), "{missing}");
+    assert_eq!(missing.lines().count(), 1, "{missing}");
+    let mut bytes = 2u64.to_le_bytes().to_vec();
+    bytes.extend(b"{x");
+    fs::write(folder.path().join("model.safetensors"), bytes).unwrap();
+    let header = said(load(folder.path()).err().unwrap());
+    assert!(header.contains("header: not valid JSON"), "{header}");
+    assert_eq!(header.lines().count(), 1, "{header}");
+}
+
+#[test]
 fn folder_without_special_tokens_has_none() {
     let (folder, _, _) = saved(&SaveOptions::default());
     let config = config_of(folder.path());
@@ -1132,7 +1267,10 @@ fn save_of_what_is_not_the_model_is_refused_and_changes_nothing() {
         }),
         &[UP, "1000000"],
     );
-    assert_says(save(&|_, _, o| o.dtype = Some(DType::U8)), &["U8"]);
+    for dtype in [DType::U8, DType::F8E4M3] {
+        let part = format!("{dtype:?}");
+        assert_says(save(&|_, _, o| o.dtype = Some(dtype)), &[&part]);
+    }
     for name in [
         "hidden_size",
         "attention_bias",

@@ -722,7 +722,11 @@ fn restore_of_another_run_is_refused_by_name_and_changes_nothing() {
         (
             with(TrainerConfig {
                 steps: 60,
-                schedule: Schedule::Constant { warm_up: 1 + 60 / 10, peak: 1e-2 },
+                schedule: Schedule::Linear {
+                    peak: 1e-2,
+                    warm_up: 6,
+                    floor: 0.1,
+                },
                 ..recipe()
             }),
             "recipe.steps is",

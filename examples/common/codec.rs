@@ -20,7 +20,7 @@ impl Codec {
     /// When the tokenizer cannot be read, or there is none and the vocabulary is not that of bytes.
     pub fn open(tokenizer: Option<&Path>, vocab_size: usize) -> Result<Self> {
         match tokenizer {
-            Some(path) => match Tokenizer::from_file(path) {
+            Some(path) => match whole_text_tokenizer(path) {
                 Ok(tokenizer) => Ok(Self::Tokenizer(Box::new(tokenizer))),
                 Err(error) => Err(about(path, error)),
             },
@@ -43,14 +43,14 @@ impl Codec {
         }
     }
 
-    /// Reads tokens one by one.
-    pub fn decoder(&self) -> Decoder<'_> {
+    /// Reads tokens one by one, which follow those of `before`.
+    pub fn decoder(&self, before: &[u32]) -> Decoder<'_> {
         match self {
             Self::Bytes => Decoder::Bytes(Vec::new()),
             Self::Tokenizer(tokenizer) => Decoder::Tokenizer {
                 tokenizer,
-                tokens: Vec::new(),
-                read: 0,
+                tokens: before.to_vec(),
+                read: before.len(),
             },
         }
     }
@@ -123,6 +123,14 @@ impl Decoder<'_> {
             )),
         }
     }
+}
+
+/// Some are saved as training used them, to cut texts or to fill them up.
+fn whole_text_tokenizer(path: &Path) -> tokenizers::Result<Tokenizer> {
+    let mut tokenizer = Tokenizer::from_file(path)?;
+    tokenizer.with_truncation(None)?;
+    tokenizer.with_padding(None);
+    Ok(tokenizer)
 }
 
 fn text(tokenizer: &Tokenizer, tokens: &[u32]) -> Result<String> {
@@ -201,7 +209,7 @@ mod tests {
     fn text_of_tokens_one_by_one_is_the_text_and_comes_in_whole_characters() -> Result<()> {
         let text = "ab ab\n– é €𝄞 \u{301}ab";
         for codec in [Codec::Bytes, tokenizer()] {
-            let mut decoder = codec.decoder();
+            let mut decoder = codec.decoder(&[]);
             let mut found = String::new();
             for token in codec.encode(text)? {
                 let part = decoder.push(token)?;
@@ -215,15 +223,49 @@ mod tests {
     }
 
     #[test]
+    fn text_behind_a_prompt_keeps_the_space_that_begins_it_and_no_text_is_cut_or_filled_up(
+    ) -> Result<()> {
+        // As LLaMA 2 has it: a space before every word, and none at the beginning of what is decoded.
+        let file = serde_json::json!({
+            "version": "1.0",
+            "truncation": {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0},
+            "padding": {
+                "strategy": {"Fixed": 6}, "direction": "Right", "pad_to_multiple_of": null,
+                "pad_id": 0, "pad_type_id": 0, "pad_token": "<unk>"
+            },
+            "added_tokens": [], "normalizer": null, "post_processor": null,
+            "pre_tokenizer": {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": true},
+            "decoder": {"type": "Sequence", "decoders": [
+                {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
+                {"type": "ByteFallback"}, {"type": "Fuse"},
+                {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+            ]},
+            "model": {"type": "WordLevel", "vocab": {"<unk>": 0, "▁ab": 1, "▁c": 2}, "unk_token": "<unk>"}
+        });
+        let folder = tempfile::tempdir()?;
+        let path = folder.path().join("tokenizer.json");
+        std::fs::write(&path, file.to_string())?;
+        let codec = Codec::open(Some(&path), 3)?;
+        assert_eq!(codec.encode("ab c ab")?, [1, 2, 1]);
+        for (before, expected) in [(&[][..], "c ab"), (&[1], " c ab"), (&[2, 2], " c ab")] {
+            let mut decoder = codec.decoder(before);
+            let mut found = decoder.push(2)?;
+            found += &decoder.push(1)?;
+            assert_eq!(found + &decoder.finish()?, expected, "behind {before:?}");
+        }
+        Ok(())
+    }
+
+    #[test]
     fn broken_characters_are_shown_as_such_and_the_next_ones_are_whole() -> Result<()> {
-        let mut decoder = Codec::Bytes.decoder();
+        let mut decoder = Codec::Bytes.decoder(&[]);
         let parts: Vec<String> = [b'a', 0xff, 0xe2, 0x82, b'b', 0xc3, 0xa9, 0xe2]
             .iter()
             .map(|byte| decoder.push(u32::from(*byte)))
             .collect::<Result<_>>()?;
         assert_eq!(parts, ["a", "\u{fffd}", "", "", "\u{fffd}b", "", "é", ""]);
         assert_eq!(decoder.finish()?, "\u{fffd}");
-        assert!(Codec::Bytes.decoder().push(256).is_err());
+        assert!(Codec::Bytes.decoder(&[]).push(256).is_err());
 
         // Broken bytes without end: they do not hold the text back for ever.
         let codec = tokenizer();
@@ -231,7 +273,7 @@ mod tests {
             bail!("a tokenizer")
         };
         let (a, lead) = (inner.token_to_id("a"), inner.token_to_id("â"));
-        let mut decoder = codec.decoder();
+        let mut decoder = codec.decoder(&[]);
         let mut found = String::new();
         for token in [a, lead, lead, lead, lead, lead, lead, a]
             .into_iter()

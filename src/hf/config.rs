@@ -302,8 +302,28 @@ fn own_encoding(fields: &Fields) -> Result<(Option<usize>, EncodingConfig)> {
         }
     }
     let encoding = fields.required("encoding", fields.get("encoding"))?;
-    match serde_json::from_value(encoding.clone()) {
-        Ok(parsed) => Ok((fields.count("window")?, parsed)),
+    let stated = Fields::of("config", encoding, "encoding")?;
+    let read = serde_json::from_value(encoding.clone())
+        .and_then(|parsed: EncodingConfig| Ok((serde_json::to_value(&parsed)?, parsed)));
+    match read {
+        Ok((known, parsed)) => {
+            refuse_unread(&stated, &known)?;
+            Ok((fields.count("window")?, parsed))
+        }
         Err(error) => bail!("config: encoding {}: {error}", brief(encoding)),
     }
+}
+
+/// Refuses fields of an encoding that were read over: serde does so for a type that has none.
+fn refuse_unread(stated: &Fields, known: &Value) -> Result<()> {
+    for (name, value) in stated.all() {
+        match known.get(name) {
+            None => bail!("config: encoding: {name} {} is not known", brief(value)),
+            Some(known) if known.is_object() => {
+                refuse_unread(&Fields::of("config: encoding", value, name)?, known)?
+            }
+            Some(_) => {}
+        }
+    }
+    Ok(())
 }

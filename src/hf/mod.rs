@@ -36,8 +36,8 @@ mod expected;
 mod save;
 mod weights;
 
-use crate::atomic::about;
-use crate::encoding::{is_last_update, published_name};
+use crate::atomic::{about, is_there, message};
+use crate::encoding::{is_last_update, published_name, EncodingConfig};
 use crate::init::SeededVars;
 use crate::json::{self, Fields};
 use crate::model::{Llama, LlamaConfig};
@@ -88,7 +88,7 @@ impl ModelFolder {
             path: path.to_path_buf(),
             config,
             raw,
-            generation: match generation.exists() {
+            generation: match is_there(&generation) {
                 true => read_object(&generation)?,
                 false => Map::new(),
             },
@@ -120,9 +120,10 @@ impl ModelFolder {
     /// [`load_into`](Self::load_into).
     ///
     /// # Errors
-    /// When a weight is missing, has another shape or is not made of floats; when there is a tensor that the model
-    /// does not use (but stored inverse frequencies, or, with tied embeddings, a head equal to them); when a parameter of
-    /// the encoding is out of range, or a file cannot be read.
+    /// When a weight is missing, has another shape, is not made of floats or holds a number beyond `dtype`; when there is
+    /// a tensor that the model does not use (but stored inverse frequencies, or, with tied embeddings, a head equal to
+    /// them); when a parameter of the encoding is out of range, `dtype` is not F64, F32, F16 or BF16, or a file cannot be
+    /// read.
     pub fn load(&self, dtype: DType, device: &Device) -> Result<Llama> {
         self.check()?;
         Llama::new(&self.config, self.builder(dtype, device))
@@ -232,7 +233,7 @@ impl ModelFolder {
     /// The tokenizer's file, `tokenizer.json`, where there is one.
     pub fn tokenizer(&self) -> Option<PathBuf> {
         let path = self.path.join(TOKENIZER);
-        path.is_file().then_some(path)
+        is_there(&path).then_some(path)
     }
 
     /// The tokens that end a text, none where nothing is said about them. `generation_config.json` is asked first, then
@@ -256,7 +257,11 @@ impl ModelFolder {
             "tokenizer_config.json",
             "special_tokens_map.json",
             "tokenizer.model",
+            "added_tokens.json",
+            "vocab.json",
+            "merges.txt",
             "chat_template.jinja",
+            "chat_template.json",
             GENERATION,
         ];
         let files = files.iter().map(|name| self.path.join(name));
@@ -264,7 +269,7 @@ impl ModelFolder {
             extra: extra
                 .map(|(name, value)| (name.clone(), value.clone()))
                 .collect(),
-            files: files.filter(|path| path.is_file()).collect(),
+            files: files.filter(|path| is_there(path)).collect(),
             ..SaveOptions::default()
         }
     }
@@ -296,7 +301,7 @@ impl ModelFolder {
                 given.insert(name.to_string(), info.shape.clone());
             }
         }
-        let used = expected(&self.config, &given).map_err(|e| place(e.to_string()))?;
+        let used = expected(&self.config, &given).map_err(|e| place(message(&e)))?;
         for name in weights.names() {
             let Some((file, info)) = weights.find(name) else {
                 continue;
@@ -324,7 +329,9 @@ impl ModelFolder {
 
     /// Whether a tensor that the model does not use says nothing that it should have.
     fn is_harmless(&self, name: &str) -> bool {
-        name.ends_with("rotary_emb.inv_freq") || is_last_update(name, self.config.num_hidden_layers)
+        let tape = matches!(self.config.encoding, EncodingConfig::Tape(_));
+        name.ends_with("rotary_emb.inv_freq")
+            || tape && is_last_update(name, self.config.num_hidden_layers)
     }
 }
 

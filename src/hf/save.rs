@@ -6,7 +6,7 @@ use super::weights::{index_value, read_index, INDEX, SINGLE};
 use super::CONFIG;
 use crate::atomic::{self, about, stage_file, StagedFile};
 use crate::init::SeededVars;
-use crate::model::LlamaConfig;
+use crate::model::{can_compute, LlamaConfig};
 use crate::tensor_file::{stored_bytes, write_tensors};
 use candle_core::{bail, DType, Error, Result, Tensor};
 use serde_json::{Map, Value};
@@ -133,8 +133,8 @@ fn check(
     options: &SaveOptions,
 ) -> Result<()> {
     config.validate()?;
-    if let Some(dtype) = options.dtype.filter(|dtype| !dtype.is_float()) {
-        bail!("weights cannot be converted to {dtype:?}, only to floats")
+    if let Some(dtype) = options.dtype.filter(|dtype| !can_compute(*dtype)) {
+        bail!("weights cannot be converted to {dtype:?}, only to F64, F32, F16 or BF16")
     }
     let shapes: Shapes = tensors
         .iter()
@@ -145,8 +145,8 @@ fn check(
         if !used.contains(name) {
             bail!("{name} is not used by this model")
         }
-        if !tensor.dtype().is_float() {
-            bail!("{name} is {:?}, not floats", tensor.dtype())
+        if !can_compute(tensor.dtype()) {
+            bail!("{name} is {:?}, not F64, F32, F16 or BF16", tensor.dtype())
         }
     }
     Ok(())

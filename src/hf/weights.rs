@@ -1,6 +1,6 @@
 //! The safetensors files of a folder.
 
-use crate::atomic::about;
+use crate::atomic::{about, is_there};
 use crate::json::{self, Fields};
 use crate::tensor_file::TensorFile;
 use candle_core::{bail, DType, Device, Result, Shape, Tensor};
@@ -28,7 +28,7 @@ impl Weights {
     /// transformers.
     pub fn open(folder: &Path) -> Result<Self> {
         let (single, index) = (folder.join(SINGLE), folder.join(INDEX));
-        if single.exists() {
+        if is_there(&single) {
             let file = TensorFile::open(&single)?;
             let places = file.tensors().keys().map(|name| (name.clone(), 0));
             return Ok(Self {
@@ -36,7 +36,7 @@ impl Weights {
                 files: vec![file],
             });
         }
-        if index.exists() {
+        if is_there(&index) {
             return Self::open_shards(folder, &index);
         }
         let other = ["pytorch_model.bin", "pytorch_model.bin.index.json"]
