@@ -18,6 +18,7 @@ use clap::{Parser, ValueEnum};
 use common::codec::{printable, Codec};
 use common::recipe::device;
 use common::sampling::{Sampler, Writer};
+use common::tell;
 use rand::rngs::ChaCha12Rng;
 use rand::SeedableRng;
 use std::io::Write;
@@ -177,18 +178,18 @@ fn write_on(
     show("\n")?;
     let writing = started.elapsed().as_secs_f64();
 
-    eprintln!(
+    tell(format_args!(
         "\nread       {} tokens, {:.0} tokens/s",
         prompt.len(),
         prompt.len() as f64 / reading
-    );
-    eprintln!(
+    ));
+    tell(format_args!(
         "wrote      {written} tokens: {reason}{}",
         match written {
             1 => String::new(),
             _ => format!("; {:.1} tokens/s", (written - 1) as f64 / writing),
         }
-    );
+    ));
     Ok(())
 }
 
@@ -200,24 +201,28 @@ fn print_facts(
 ) -> Result<()> {
     let config = folder.config();
     let encoding = serde_json::to_string(&config.encoding).map_err(candle_core::Error::wrap)?;
-    eprintln!(
+    tell(format_args!(
         "model      {} layers of width {}, vocabulary {}: {}",
         config.num_hidden_layers,
         config.hidden_size,
         config.vocab_size,
         folder.path().display()
-    );
-    eprintln!("encoding   {encoding}");
+    ));
+    tell(format_args!("encoding   {encoding}"));
     match codec {
-        Codec::Bytes => eprintln!("text       byte by byte: there is no tokenizer.json"),
-        Codec::Tokenizer(_) => eprintln!("text       by the model's tokenizer.json"),
+        Codec::Bytes => tell(format_args!(
+            "text       byte by byte: there is no tokenizer.json"
+        )),
+        Codec::Tokenizer(_) => tell(format_args!("text       by the model's tokenizer.json")),
     }
     let end = prompt.saturating_add(options.tokens);
     let made_for = config.max_position_embeddings;
     if end > made_for {
-        eprintln!("note       the text may reach {end} tokens; the model is made for {made_for}");
+        tell(format_args!(
+            "note       the text may reach {end} tokens; the model is made for {made_for}"
+        ));
     }
-    eprintln!();
+    tell(format_args!(""));
     Ok(())
 }
 

@@ -5,6 +5,8 @@
 #![allow(dead_code)]
 
 use candle_core::{Error, Result};
+use std::fmt;
+use std::io::Write;
 use std::process::ExitCode;
 
 pub mod codec;
@@ -23,10 +25,15 @@ pub fn conclude(program: &str, result: Result<()>) -> ExitCode {
     match result {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("{program}: {}", message(&error));
+            tell(format_args!("{program}: {}", message(&error)));
             ExitCode::FAILURE
         }
     }
+}
+
+/// A line to standard error, lost where nobody reads it any more (`2>&1 | head`), for which `eprintln!` would panic.
+pub fn tell(line: fmt::Arguments) {
+    let _ = writeln!(std::io::stderr(), "{line}");
 }
 
 /// What an error says, without the backtrace that candle puts into its text where `RUST_BACKTRACE` is set.
