@@ -121,6 +121,9 @@ fn read_header(mut file: &File, length: u64) -> Result<(u64, BTreeMap<String, Te
         bail!("{length} bytes are no safetensors file")
     }
     file.read_exact(&mut size)?;
+    if &size == b"version " {
+        bail!("a Git LFS pointer in place of the tensors; `git lfs pull` fetches them")
+    }
     let size = u64::from_le_bytes(size);
     if size > json::LONGEST || size > length - 8 {
         bail!("a header of {size} bytes does not fit a file of {length}")

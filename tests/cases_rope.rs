@@ -1081,6 +1081,7 @@ fn from_hf_both_generations_read_the_same() {
         json!({"rope_scaling": null}),
         json!({"rope_theta": 1e4, "rope_scaling": null, "partial_rotary_factor": null}),
         json!({"rope_parameters": {"rope_theta": 1e4}}),
+        json!({"rope_parameters": {"rope_theta": 1e4, "rope_type": null, "factor": null}}),
     ] {
         assert_eq!(RopeConfig::from_hf(&plain).unwrap(), RopeConfig::default());
     }

@@ -977,7 +977,7 @@ fn index_that_does_not_fit_the_shards_is_refused() {
         ),
         (
             Box::new(|index| index["weight_map"] = json!({})),
-            &["model.embed_tokens.weight"],
+            &[INDEX, "places no tensor"],
         ),
     ];
     for (change, parts) in cases {
@@ -1004,6 +1004,14 @@ fn index_that_does_not_fit_the_shards_is_refused() {
     assert_says(load(folder.path()), &["model-00003-of-00004"]);
     fs::remove_file(&shard).unwrap();
     assert_says(load(folder.path()), &["model-00003-of-00004"]);
+}
+
+#[test]
+fn git_lfs_pointer_in_place_of_weights_is_named() {
+    let (folder, _, _) = saved(&SaveOptions::default());
+    let pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 12\n";
+    fs::write(folder.path().join("model.safetensors"), pointer).unwrap();
+    assert_says(load(folder.path()), &["model.safetensors", "git lfs pull"]);
 }
 
 #[test]

@@ -296,8 +296,9 @@ impl RopeScaling {
             }
             (Some(kind), _) | (None, Some(kind)) => kind,
             (None, None) => {
-                if let Some((name, value)) = dict.all().find(|(name, _)| {
-                    !matches!(name.as_str(), "rope_theta" | "partial_rotary_factor")
+                if let Some((name, value)) = dict.all().find(|(name, value)| {
+                    let plain = matches!(name.as_str(), "rope_theta" | "partial_rotary_factor");
+                    !plain && !value.is_null()
                 }) {
                     bail!("rope: no rope_type beside {name} = {} (settings by layer type are not supported)", brief(value))
                 }

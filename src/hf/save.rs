@@ -43,7 +43,8 @@ impl Default for SaveOptions {
 ///
 /// Where there is a model in the folder already, it is replaced. Everything is written before the first file takes its
 /// name, and `config.json` comes last: whatever moment the program is stopped at, the folder opens as the old model or
-/// the new one, or (where their configurations differ) not at all. One program at a time may write to a folder.
+/// the new one, or (where their configurations differ) not at all. Other files stay, such as an old model's
+/// `tokenizer.json`, unless the options bring new ones. One program at a time may write to a folder.
 ///
 /// ```
 /// use candle_core::{DType, Device};

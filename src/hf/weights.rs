@@ -53,6 +53,9 @@ impl Weights {
 
     fn open_shards(folder: &Path, index: &Path) -> Result<Self> {
         let shards = read_index(index)?;
+        if shards.is_empty() {
+            return Err(about(index, "places no tensor"));
+        }
         let mut named = BTreeMap::new();
         let mut files = Vec::new();
         for (name, file) in &shards {
