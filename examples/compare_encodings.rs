@@ -19,10 +19,10 @@ use clap::Parser;
 use common::evaluation::{common_part, doublings, perplexity, Perplexity};
 use common::message;
 use common::names::EncodingName;
-use common::plot::{Lines, Point, Series};
+use common::plot::{self, Lines, Point, Series};
 use common::recipe::{device, tokens, train, Recipe};
 use common::table::write_csv;
-use common::text::Text;
+use common::text::{check_writable, Text};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Instant;
@@ -34,6 +34,8 @@ const GROWTH: f64 = 1.5;
 /// … and the other's by at most this part of it.
 const SMALLER: f64 = 0.5;
 const MOST_REACH: usize = 1024;
+/// More lengths than these, named below the axis, would overlap.
+const MOST_TICKS: usize = 7;
 
 /// Train a small model with each encoding on the same data and compare their perplexity at lengths beyond that of
 /// training.
@@ -129,11 +131,18 @@ struct Options {
 }
 
 /// One trained model's perplexity by length.
+#[derive(Clone)]
 struct Run {
     encoding: EncodingName,
     seed: u64,
-    /// As many as there are lengths; an encoding may refuse one.
+    /// As many as there are lengths; an encoding may refuse one. None at all where training failed.
     found: Vec<Option<Perplexity>>,
+}
+
+impl Run {
+    fn trained(&self) -> bool {
+        self.found.iter().any(Option::is_some)
+    }
 }
 
 fn main() -> ExitCode {
@@ -159,20 +168,31 @@ fn run(options: &Options) -> Result<()> {
 
     let training = tokens(&text.training);
     let device = device();
-    let mut runs = Vec::new();
+    let (mut runs, mut failed) = (Vec::new(), None);
     for seed in &options.seeds {
         for encoding in &options.encodings {
             println!("\n{}, seed {seed}", encoding.label());
             let config = recipe.model(encoding.config(options.length));
             let parameters = Parameters::new(SeededVars::new(*seed));
             let model = Llama::new(&config, parameters.builder(DType::F32, &device))?;
-            train(model.clone(), parameters, &training, recipe.trainer(*seed))?;
-            let found = read(&model, held_out, &lengths, &device)?;
+            let trained = train(model.clone(), parameters, &training, recipe.trainer(*seed));
+            let found = match trained {
+                Ok(()) => read(&model, held_out, &lengths, &device)?,
+                // One that diverges should not cost the others' results.
+                Err(error) => {
+                    println!("not trained: {}", message(&error));
+                    failed = Some(error);
+                    vec![None; lengths.len()]
+                }
+            };
             let told = lengths.iter().zip(&found).filter_map(|(length, found)| {
                 let perplexity = short(found.as_ref()?.whole);
                 Some(format!("{perplexity} ({}×)", length / options.length))
             });
-            println!("perplexity {}", told.collect::<Vec<_>>().join(", "));
+            let told: Vec<_> = told.collect();
+            if !told.is_empty() {
+                println!("perplexity {}", told.join(", "));
+            }
             runs.push(Run {
                 encoding: *encoding,
                 seed: *seed,
@@ -181,6 +201,9 @@ fn run(options: &Options) -> Result<()> {
         }
     }
 
+    if let Some(error) = failed.filter(|_| runs.iter().all(|run| !run.trained())) {
+        return Err(error);
+    }
     print_table(&runs, options, &lengths);
     for line in verdicts(&runs, options) {
         println!("{line}");
@@ -228,15 +251,9 @@ fn recipe(options: &Options) -> Result<Recipe> {
     if let Some(twice) = first_repeated(&options.seeds) {
         bail!("--seeds has {twice} twice")
     }
-    for path in [&options.csv, &options.png].into_iter().flatten() {
-        // Before training: a file that cannot be written should not cost the results.
-        if path
-            .parent()
-            .is_some_and(|folder| folder != Path::new("") && !folder.is_dir())
-        {
-            bail!("{}: there is no such folder", path.display())
-        }
-    }
+    // Before training: a file that cannot be written should not cost the results.
+    options.csv.as_deref().map_or(Ok(()), check_writable)?;
+    options.png.as_deref().map_or(Ok(()), plot::check_path)?;
     Ok(recipe)
 }
 
@@ -283,10 +300,11 @@ fn read(
     Ok(found)
 }
 
-/// The perplexities of all seeds at the `n`-th length.
-fn of_seeds(runs: &[Run], encoding: EncodingName, n: usize) -> Vec<f64> {
+/// The perplexities of all seeds at the `n`-th length. `None` where a seed has none: a mean over those that are left would
+/// tell of the luckier ones.
+fn of_seeds(runs: &[Run], encoding: EncodingName, n: usize) -> Option<Vec<f64>> {
     let runs = runs.iter().filter(|run| run.encoding == encoding);
-    runs.filter_map(|run| Some(run.found.get(n)?.as_ref()?.whole))
+    runs.map(|run| Some(run.found.get(n)?.as_ref()?.whole))
         .collect()
 }
 
@@ -321,26 +339,29 @@ fn print_table(runs: &[Run], options: &Options, lengths: &[usize]) {
     println!("{:<12}{head}", "context");
     for encoding in &options.encodings {
         let cells: String = (0..lengths.len())
-            .map(|n| match spread(&of_seeds(runs, *encoding, n)) {
-                None => format!("{:>width$}", "–"),
-                Some((mean, ..)) if !many => format!("{:>width$}", short(mean)),
-                Some((mean, low, high)) => {
-                    let cell = format!("{} ({}–{})", short(mean), short(low), short(high));
-                    format!("{cell:>width$}")
-                }
-            })
+            .map(
+                |n| match of_seeds(runs, *encoding, n).and_then(|found| spread(&found)) {
+                    None => format!("{:>width$}", "–"),
+                    Some((mean, ..)) if !many => format!("{:>width$}", short(mean)),
+                    Some((mean, low, high)) => {
+                        let cell = format!("{} ({}–{})", short(mean), short(low), short(high));
+                        format!("{cell:>width$}")
+                    }
+                },
+            )
             .collect();
         println!("{:<12}{cells}", encoding.label());
     }
     println!();
 }
 
-/// Three digits, or all before the point.
+/// Three digits, or all before the point, up to six.
 fn short(value: f64) -> String {
     match value {
         v if v < 9.995 => format!("{v:.2}"),
         v if v < 99.95 => format!("{v:.1}"),
-        v => format!("{v:.0}"),
+        v if v < 999_999.5 => format!("{v:.0}"),
+        v => format!("{v:.1e}"),
     }
 }
 
@@ -367,7 +388,11 @@ fn verdicts(runs: &[Run], options: &Options) -> Vec<String> {
     for encoding in &options.encodings {
         let label = encoding.label();
         let Some((growths, mean)) = growth(*encoding) else {
-            lines.push(format!("{label} cannot read {reach}× its training length."));
+            let mut runs = runs.iter().filter(|run| run.encoding == *encoding);
+            lines.push(match runs.all(Run::trained) {
+                true => format!("{label} cannot read {reach}× its training length."),
+                false => format!("{label} could not be trained in every seed."),
+            });
             continue;
         };
         match &rope {
@@ -438,7 +463,7 @@ fn picture(runs: &[Run], options: &Options, lengths: &[usize], text: &str) -> Li
             .iter()
             .enumerate()
             .filter_map(|(n, length)| {
-                let (y, low, high) = spread(&of_seeds(runs, *encoding, n))?;
+                let (y, low, high) = spread(&of_seeds(runs, *encoding, n)?)?;
                 let x = *length as f64;
                 y.is_finite().then_some(Point { x, y, low, high })
             })
@@ -463,6 +488,7 @@ fn picture(runs: &[Run], options: &Options, lengths: &[usize], text: &str) -> Li
         y_label: "perplexity per byte, lower is better".into(),
         x_ticks: lengths
             .iter()
+            .step_by(lengths.len().div_ceil(MOST_TICKS))
             .map(|l| (*l as f64, format!("{l} ({}×)", l / length)))
             .collect(),
         series: options.encodings.iter().map(series).collect(),
@@ -525,6 +551,45 @@ mod tests {
     }
 
     #[test]
+    fn encoding_that_failed_in_one_seed_has_no_mean_and_leaves_the_others_theirs() {
+        use EncodingName::{Alibi, Rope};
+        let options = options(&["--encodings", "rope", "alibi", "--seeds", "0", "1"]);
+        let mut diverged = made(Rope, 1, &[0., 0.]);
+        diverged.found = vec![None; 2];
+        let alibi = [0, 1].map(|seed| made(Alibi, seed, &[2., 3.]));
+        let runs = [&[made(Rope, 0, &[2., 9.]), diverged][..], &alibi].concat();
+        assert_eq!(of_seeds(&runs, Rope, 1), None);
+        assert_eq!(of_seeds(&runs, Alibi, 1), Some(vec![3., 3.]));
+        assert_eq!(
+            verdicts(&runs, &options),
+            [
+                "RoPE could not be trained in every seed.",
+                "ALiBi's perplexity at 8× is 1.50 times that at 1×."
+            ]
+        );
+    }
+
+    #[test]
+    fn run_in_which_nothing_trains_is_an_error_and_leaves_no_file() -> Result<()> {
+        let folder = tempfile::tempdir()?;
+        let png = folder.path().join("lengths.png").display().to_string();
+        let words = [
+            "--toy",
+            "--lr",
+            "1e30",
+            "--encodings",
+            "rope",
+            "nope",
+            "--png",
+            &png,
+        ];
+        let error = message(&run(&options(&words)).unwrap_err());
+        assert!(error.contains("learning rate"), "{error}");
+        assert!(!Path::new(&png).exists());
+        Ok(())
+    }
+
+    #[test]
     fn options_that_do_not_fit_are_refused_in_one_line() {
         for (words, told) in [
             (&["--reach", "1"][..], "--reach"),
@@ -539,6 +604,8 @@ mod tests {
             (&["--encodings", "rope", "rope"], "RoPE twice"),
             (&["--seeds", "1", "2", "1"], "1 twice"),
             (&["--png", "no such folder/x.png"], "no such folder"),
+            (&["--png", "x.txt"], ".png"),
+            (&["--csv", "."], "."),
             (&["--text", "no such file"], "no such file"),
             (&["--length", "32768", "--reach", "64"], "--reach 64"),
         ] {

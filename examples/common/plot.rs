@@ -3,6 +3,7 @@
 //! Every series is named where it is drawn, in its own colour and with its own mark. The colours are those of Okabe and
 //! Ito, which people with any kind of colour vision can tell apart.
 
+use super::text::check_writable;
 use candle_core::{bail, Error, Result};
 use plotters::backend::BitMapBackend;
 use plotters::coord::Shift;
@@ -128,7 +129,7 @@ impl Lines {
                 let y = frame.y.at(value.ln());
                 line(canvas, &[(130., y), (1290., y)], PALE.stroke_width(2))?;
                 let style = text(LETTERS, GREY, HPos::Right, VPos::Center);
-                write(canvas, value, (118, y as i32 + CENTRE), &style)?;
+                write(canvas, tick_label(value), (118, y as i32 + CENTRE), &style)?;
             }
             let style = text(LETTERS, GREY, HPos::Center, VPos::Top);
             for (value, name) in &self.x_ticks {
@@ -279,6 +280,26 @@ impl Panel {
     }
 }
 
+/// Checks before a long run that a picture can be written at its end.
+///
+/// # Errors
+/// When the name does not end in .png, or the file cannot be written; the message names it.
+pub fn check_path(path: &Path) -> Result<()> {
+    check_name(path)?;
+    check_writable(path)
+}
+
+/// The file's format goes by its name.
+fn check_name(path: &Path) -> Result<()> {
+    if path
+        .extension()
+        .is_none_or(|ending| !ending.eq_ignore_ascii_case("png"))
+    {
+        bail!("{}: the name of a picture must end in .png", path.display())
+    }
+    Ok(())
+}
+
 /// Where values lie, in pixels.
 #[derive(Clone, Copy)]
 struct Scale {
@@ -301,6 +322,7 @@ struct Frame {
 
 /// A white picture in a file, drawn by `draw`.
 fn draw_file(path: &Path, draw: impl FnOnce(&Canvas) -> Result<()>) -> Result<()> {
+    check_name(path)?;
     let font = dejavu::sans::regular();
     if register_font("sans-serif", FontStyle::Normal, font).is_err() {
         bail!("plot: the font cannot be read")
@@ -376,7 +398,15 @@ fn extent(values: impl Iterator<Item = f64>) -> (f64, f64) {
     })
 }
 
-/// Round numbers in a range of a logarithmic scale, enough of them to read values by.
+/// A tick's value, never longer than the margin.
+fn tick_label(value: f64) -> String {
+    match (1e-4..1e6).contains(&value) {
+        true => value.to_string(),
+        false => format!("{value:e}"),
+    }
+}
+
+/// Round numbers in a range of a logarithmic scale, enough of them to read values by and not too many to tell apart.
 fn logarithmic_ticks(low: f64, high: f64) -> Vec<f64> {
     const LADDERS: [&[f64]; 4] = [
         &[1.],
@@ -386,7 +416,9 @@ fn logarithmic_ticks(low: f64, high: f64) -> Vec<f64> {
             1., 1.2, 1.4, 1.6, 1.8, 2., 2.5, 3., 3.5, 4., 5., 6., 7., 8., 9.,
         ],
     ];
-    let decades = low.log10().floor() as i32..=high.log10().floor() as i32;
+    let (first, last) = (low.log10().floor() as i32, high.log10().floor() as i32);
+    let every = (last - first).unsigned_abs() as usize / 20 + 1;
+    let decades = (first..=last).step_by(every);
     let ticks = |ladder: &[f64]| -> Vec<f64> {
         decades
             .clone()
@@ -476,7 +508,13 @@ mod tests {
         assert_eq!(linear_ticks(-11., 32.), [-10., 0., 10., 20., 30.]);
         assert_eq!(linear_ticks(-17., 17.), [-15., -10., -5., 0., 5., 10., 15.]);
         assert_eq!(linear_ticks(0.05, 0.52), [0.1, 0.2, 0.3, 0.4, 0.5]);
-        for (low, high) in [(2.2, 2.31), (1e-9, 1e9), (7., 8.)] {
+        for (low, high) in [
+            (2.2, 2.31),
+            (1e-9, 1e9),
+            (7., 8.),
+            (1., 1e45),
+            (1e-300, 1e300),
+        ] {
             let count = logarithmic_ticks(low, high).len();
             assert!((4..=20).contains(&count), "{low}..{high}: {count}");
         }
@@ -525,6 +563,24 @@ mod tests {
             assert!(histograms(counts, edges).draw(path).is_err());
         }
         assert!(!path.exists());
+    }
+
+    #[test]
+    fn tick_labels_stay_short() {
+        assert_eq!(
+            [0.2, 1000., 1e45, 1e-300].map(tick_label),
+            ["0.2", "1000", "1e45", "1e-300"]
+        );
+    }
+
+    #[test]
+    fn picture_of_another_format_is_refused_by_name() {
+        for path in ["never written.txt", "never written"].map(Path::new) {
+            for refused in [check_path(path), lines(&[1., 2.]).draw(path)] {
+                assert!(refused.unwrap_err().to_string().contains("end in .png"));
+            }
+            assert!(!path.exists());
+        }
     }
 
     #[test]

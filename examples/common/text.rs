@@ -2,6 +2,7 @@
 
 use super::tales::tales;
 use candle_core::{bail, Error, Result};
+use std::fs::OpenOptions;
 use std::path::{Path, PathBuf};
 
 /// Size of the made text and its seed: the same for every run, so that runs can be compared.
@@ -55,6 +56,20 @@ pub fn read(path: &Path) -> Result<Vec<u8>> {
     std::fs::read(path).map_err(|e| about(path, e))
 }
 
+/// Checks that a file which is written at the end of a long run will be: opens it, and leaves it as it was.
+///
+/// # Errors
+/// When it cannot be written; the message names it.
+pub fn check_writable(path: &Path) -> Result<()> {
+    let there = path.symlink_metadata().is_ok();
+    let opened = OpenOptions::new().append(true).create(true).open(path);
+    opened.map_err(|e| about(path, e))?;
+    match there {
+        true => Ok(()),
+        false => std::fs::remove_file(path).map_err(|e| about(path, e)),
+    }
+}
+
 /// An error that names the file.
 pub fn about(path: &Path, error: impl std::fmt::Display) -> Error {
     Error::msg(format!("{}: {error}", path.display()))
@@ -63,6 +78,22 @@ pub fn about(path: &Path, error: impl std::fmt::Display) -> Error {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn check_of_a_file_leaves_it_as_it_was_and_names_what_cannot_be_written() -> Result<()> {
+        let folder = tempfile::tempdir()?;
+        let (old, new) = (folder.path().join("old"), folder.path().join("new"));
+        std::fs::write(&old, "kept")?;
+        check_writable(&old)?;
+        check_writable(&new)?;
+        assert_eq!(std::fs::read_to_string(&old)?, "kept");
+        assert!(!new.exists());
+        for path in [folder.path(), &new.join("file")] {
+            let error = check_writable(path).unwrap_err().to_string();
+            assert!(error.contains(&path.display().to_string()), "{error}");
+        }
+        Ok(())
+    }
 
     #[test]
     fn text_too_short_for_the_length_refused() -> Result<()> {
