@@ -36,13 +36,14 @@ use candle_posenc::{
 };
 use clap::Parser;
 use common::codec::Codec;
-use common::plot::{Histograms, Panel};
+use common::plot::{self, Histograms, Panel};
 use common::recipe::device;
 use common::table::write_csv;
-use common::text::Text;
+use common::text::{check_writable, Text};
 use rand::rngs::ChaCha12Rng;
 use rand::{RngExt, SeedableRng};
 use rand_distr::{Distribution, StandardNormal};
+use std::collections::BTreeMap;
 use std::ops::RangeInclusive;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -194,7 +195,9 @@ fn check(options: &Options) -> Result<()> {
     if !(4..=MOST_WIDTH).contains(&head_dim) || head_dim % 2 != 0 {
         bail!("--head-dim must be an even number of 4 to {MOST_WIDTH}, got {head_dim}")
     }
-    Ok(())
+    // Before measuring: a file that cannot be written should not cost the results.
+    options.csv.as_deref().map_or(Ok(()), check_writable)?;
+    options.png.as_deref().map_or(Ok(()), plot::check_path)
 }
 
 /// What is measured, by name.
@@ -217,6 +220,8 @@ fn encodings(theta: f64) -> [(&'static str, EncodingConfig); 3] {
 /// One pair at both distances.
 #[derive(Debug, Clone, Copy)]
 struct Scores {
+    /// Which tokens and distances were drawn: a model's heads share them.
+    draw: usize,
     near_distance: i64,
     far_distance: i64,
     near: f64,
@@ -255,6 +260,7 @@ fn measure(config: &EncodingConfig, options: &Options, device: &Device) -> Resul
         let far_scores = scores(&*encoding, 0, &q, &k, &far)?;
         for n in 0..count {
             found.push(Scores {
+                draw: found.len(),
                 near_distance: near[n],
                 far_distance: far[n],
                 near: near_scores[n],
@@ -311,7 +317,12 @@ fn scores(
     let places = Tensor::from_vec(places, (n, 2), device)?;
     let positions = Positions::explicit(places.clone(), None)?;
     let x = Tensor::zeros((n, 2, 1), q.dtype(), device)?;
-    let state = encoding.begin(&x, &positions, &mut Ctx::default())?;
+    // Near and far in one long text, where scalings go by the length.
+    let mut ctx = Ctx {
+        planned_len: Some(*FAR.end() as usize + 1),
+        ..Ctx::default()
+    };
+    let state = encoding.begin(&x, &positions, &mut ctx)?;
     let both = |head: &Tensor| Tensor::cat(&[head, head], 2);
     let qkv = Qkv {
         q: both(q)?,
@@ -345,6 +356,12 @@ fn measure_model(folder: &Path, options: &Options, device: &Device) -> Result<Ve
         .len()
         .min(MODEL_TEXT)
         .min(config.max_position_embeddings);
+    if length == 0 {
+        bail!(
+            "{}: its tokenizer makes no token of the text",
+            folder.path().display()
+        )
+    }
     let tokens = Tensor::new(&text[..length], device)?.unsqueeze(0)?;
 
     let vb = folder.builder(DType::F32, device);
@@ -362,7 +379,8 @@ fn measure_model(folder: &Path, options: &Options, device: &Device) -> Result<Ve
 
     let seen = recorder.take();
     let heads = config.num_attention_heads;
-    let of_a_layer = options.pairs.div_ceil(heads * seen.len().max(1));
+    // Two at least, to know how much draws differ.
+    let of_a_layer = options.pairs.div_ceil(heads * seen.len().max(1)).max(2);
     let mut rng = ChaCha12Rng::seed_from_u64(options.seed);
     let mut found = Vec::new();
     for (layer, q, k) in seen {
@@ -390,6 +408,7 @@ fn measure_model(folder: &Path, options: &Options, device: &Device) -> Result<Ve
         let far_scores = scores(&*recorder.own, layer, &q, &k, &far)?;
         for (n, (score, far_score)) in near_scores.into_iter().zip(far_scores).enumerate() {
             found.push(Scores {
+                draw: layer * of_a_layer + n / heads,
                 near_distance: near[n / heads],
                 far_distance: far[n / heads],
                 near: score,
@@ -397,8 +416,15 @@ fn measure_model(folder: &Path, options: &Options, device: &Device) -> Result<Ve
             });
         }
     }
-    found.truncate(options.pairs);
-    Ok(found)
+    Ok(evenly(&found, options.pairs))
+}
+
+/// As many as are wanted of those found, at even distances, so that no layer is left out.
+fn evenly<T: Copy>(found: &[T], wanted: usize) -> Vec<T> {
+    let wanted = wanted.min(found.len());
+    (0..wanted)
+        .map(|n| found[n * found.len() / wanted])
+        .collect()
 }
 
 /// A model's own encoding, keeping the queries and keys that it is given.
@@ -448,7 +474,7 @@ impl Encoding for Recorder {
 struct Summary {
     mean: f64,
     deviation: f64,
-    /// Deviation of the mean.
+    /// Deviation of the mean, over draws: what heads make of the same tokens is not independent.
     error: f64,
 }
 
@@ -458,10 +484,16 @@ impl Summary {
         let mean = found.iter().map(Scores::difference).sum::<f64>() / n;
         let squares = found.iter().map(|s| (s.difference() - mean).powi(2));
         let deviation = (squares.sum::<f64>() / (n - 1.).max(1.)).sqrt();
+        let mut of_draws = BTreeMap::<usize, f64>::new();
+        for s in found {
+            *of_draws.entry(s.draw).or_default() += s.difference() - mean;
+        }
+        let draws = of_draws.len() as f64;
+        let squares: f64 = of_draws.values().map(|sum| sum.powi(2)).sum();
         Self {
             mean,
             deviation,
-            error: deviation / n.sqrt(),
+            error: (squares * draws / (draws - 1.).max(1.)).sqrt() / n,
         }
     }
 }
@@ -586,6 +618,7 @@ fn histograms(found: &[(String, Vec<Scores>)], options: &Options) -> Histograms 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use candle_posenc::encoding::RopeScaling;
     use candle_posenc::hf::{self, SaveOptions};
     use candle_posenc::{LlamaConfig, SeededVars};
     use common::message;
@@ -649,6 +682,59 @@ mod tests {
     }
 
     #[test]
+    fn scores_with_a_scaling_by_length_have_the_frequencies_of_one_text() -> Result<()> {
+        let dims = ModelDims {
+            width: 8,
+            heads: 1,
+            kv_heads: 1,
+            head_dim: 8,
+            layers: 1,
+            max_positions: 1000,
+        };
+        let rope = RopeConfig {
+            scaling: RopeScaling::Dynamic { factor: 2. },
+            ..RopeConfig::default()
+        };
+        let head = Tensor::new(&[1f64, -2., 0.5, 3., 1., 1., -1., 2.], &Device::Cpu)?;
+        let head = head.reshape((1, 1, 1, 8))?;
+        let encoding = EncodingConfig::Rope(rope.clone())
+            .build(&dims, VarBuilder::zeros(DType::F64, &Device::Cpu))?;
+        let found = scores(&*encoding, 0, &head, &head, &[50])?[0];
+        let turns = rope.frequencies(8, 1000, Some(10_101))?.inv_freq;
+        let squares = [2., 5., 1.25, 13.];
+        let sum: f64 = (squares.iter().zip(turns))
+            .map(|(square, w)| square * (50. * w).cos())
+            .sum();
+        let expected = sum / 8f64.sqrt();
+        assert!((found - expected).abs() < 1e-5, "{found} for {expected}");
+        Ok(())
+    }
+
+    #[test]
+    fn error_of_the_mean_counts_draws_and_not_heads() {
+        let pair = |draw: usize, near: f64| Scores {
+            draw,
+            near_distance: 0,
+            far_distance: 10_000,
+            near,
+            far: 0.,
+        };
+        let alone: Vec<Scores> = (0..4).map(|n| pair(n, n as f64)).collect();
+        let found = Summary::of(&alone);
+        assert!((found.error - found.deviation / 2.).abs() < 1e-12);
+        // Eight heads that say the same know no more than one.
+        let heads: Vec<Scores> = alone.iter().flat_map(|s| [*s; 8]).collect();
+        assert!((Summary::of(&heads).error - found.error).abs() < 1e-12);
+    }
+
+    #[test]
+    fn evenly_leaves_no_part_out() {
+        assert_eq!(evenly(&[0, 1, 2, 3, 4, 5, 6, 7], 3), [0, 2, 5]);
+        assert_eq!(evenly(&[0, 1], 5), [0, 1]);
+        assert!(evenly::<usize>(&[], 5).is_empty());
+    }
+
+    #[test]
     fn quantiles_lie_between_neighbours_in_proportion() {
         let values = [0., 10., 20., 40.];
         assert_eq!(
@@ -667,6 +753,8 @@ mod tests {
             (["--head-dim", "7"], "--head-dim"),
             (["--head-dim", "2"], "--head-dim"),
             (["--theta", "1"], "--theta"),
+            (["--png", "x.txt"], ".png"),
+            (["--csv", "."], "."),
         ] {
             let error = message(&run(&options(&words)).unwrap_err());
             assert!(
