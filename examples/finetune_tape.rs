@@ -32,6 +32,7 @@ use std::time::Instant;
 const LONGEST_WINDOWS: usize = 8;
 /// By how much of the largest logit one may change when TAPE is switched on: rounding in f32.
 const LARGEST_CHANGE: f64 = 1e-5;
+const MOST_POSITION_SIZE: usize = 4096;
 
 /// Put TAPE on a trained RoPE model and train only TAPE's weights, on longer windows than the model knows.
 #[derive(Parser)]
@@ -119,7 +120,8 @@ fn main() -> ExitCode {
 fn run(options: &Options) -> Result<()> {
     let started = Instant::now();
     let base = base(options)?;
-    let text = Text::open(&options.text, options.length)?;
+    // The longest context that is read, so that a text too short for it does not cost a model.
+    let text = Text::open(&options.text, 2 * options.length)?;
     if let Some(out) = &options.out {
         // Before training: a folder that cannot be written to should not cost a model.
         std::fs::create_dir_all(out).map_err(|error| about(out, error))?;
@@ -146,8 +148,11 @@ fn base(options: &Options) -> Result<Recipe> {
         lr,
         ..
     } = options;
-    if options.position_size == 0 {
-        bail!("--position-size must be at least 1")
+    if !(1..=MOST_POSITION_SIZE).contains(&options.position_size) {
+        bail!(
+            "--position-size must be 1 to {MOST_POSITION_SIZE}, got {}",
+            options.position_size
+        )
     }
     if length < 16 || length % 4 != 0 {
         bail!("--length must be a multiple of 4, at least 16, got {length}")
@@ -396,6 +401,10 @@ mod tests {
             untrained(1, EncodingName::Rope)?,
         );
         let place = |folder: &tempfile::TempDir| folder.path().display().to_string();
+        // Enough to train on, and too few to read twice the length from.
+        let short = alibi.path().join("short.txt");
+        std::fs::write(&short, [b'a'; 1000])?;
+        let short = short.display().to_string();
         for (words, told) in [
             (["--length", "18"], "--length"),
             (["--length", "8"], "--length"),
@@ -403,6 +412,11 @@ mod tests {
             (["--batch", "0"], "--batch"),
             (["--base-steps", "0"], "--base-steps"),
             (["--position-size", "0"], "--position-size"),
+            (
+                ["--position-size", "18446744073709551615"],
+                "--position-size",
+            ),
+            (["--text", &short], "1000 bytes are too few"),
             (["--lr", "-1"], "--lr"),
             (["--text", "no such file"], "no such file"),
             (["--model", "no such folder"], "no such folder"),
