@@ -138,7 +138,10 @@ impl SimpleBackend for SeededVars {
             return Ok(var.as_tensor().clone());
         }
         let mut rng = ChaCha12Rng::seed_from_u64(mix(self.seed, name));
-        let values = draw(&shape, init, &mut rng)?;
+        let Some(room) = room(&shape) else {
+            bail!("init: {name} of shape {shape:?} is more than memory can hold")
+        };
+        let values = draw(&shape, room, init, &mut rng)?;
         let value = Tensor::from_vec(values, shape, device)?.to_dtype(dtype)?;
         let var = Var::from_tensor(&value)?;
         let tensor = var.as_tensor().clone();
@@ -162,11 +165,28 @@ impl SimpleBackend for SeededVars {
     }
 }
 
-/// Values of a new variable, in f64.
-fn draw(shape: &Shape, init: Init, rng: &mut ChaCha12Rng) -> Result<Vec<f64>> {
+/// Memory for a value of each element; `None` where there is not as much.
+fn room(shape: &Shape) -> Option<Vec<f64>> {
+    let mut dims = shape.dims().iter();
+    let count = dims.try_fold(1usize, |count, size| count.checked_mul(*size))?;
+    let mut values = Vec::new();
+    values.try_reserve_exact(count).ok()?;
+    Some(values)
+}
+
+/// Values of a new variable, in f64, in the room made for them.
+fn draw(
+    shape: &Shape,
+    mut values: Vec<f64>,
+    init: Init,
+    rng: &mut ChaCha12Rng,
+) -> Result<Vec<f64>> {
     let count = shape.elem_count();
     let spread = match init {
-        Init::Const(value) => return Ok(vec![value; count]),
+        Init::Const(value) => {
+            values.resize(count, value);
+            return Ok(values);
+        }
         Init::Randn { mean, stdev } => (NormalOrUniform::Normal, mean, stdev),
         Init::Uniform { lo, up } => (NormalOrUniform::Uniform, lo, up),
         Init::Kaiming {
@@ -183,14 +203,15 @@ fn draw(shape: &Shape, init: Init, rng: &mut ChaCha12Rng) -> Result<Vec<f64>> {
     };
     match spread {
         (NormalOrUniform::Normal, mean, stdev) => match Normal::new(mean, stdev) {
-            Ok(normal) => Ok(normal.sample_iter(rng).take(count).collect()),
+            Ok(normal) => values.extend(normal.sample_iter(rng).take(count)),
             Err(error) => bail!("init: normal({mean}, {stdev}): {error}"),
         },
         (NormalOrUniform::Uniform, low, high) => match Uniform::new_inclusive(low, high) {
-            Ok(uniform) => Ok(uniform.sample_iter(rng).take(count).collect()),
+            Ok(uniform) => values.extend(uniform.sample_iter(rng).take(count)),
             Err(error) => bail!("init: uniform in {low}..={high}: {error}"),
         },
     }
+    Ok(values)
 }
 
 /// A seed for one name: FNV-1a of the name, then the finaliser of SplitMix64 (Steele et al. 2014). Written out, so
@@ -251,6 +272,19 @@ mod tests {
         assert_eq!(a, values(&two, "a", 9, NORMAL));
         assert_ne!(a, b);
         assert_ne!(a, values(&SeededVars::new(4), "a", 9, NORMAL));
+    }
+
+    #[test]
+    fn shape_beyond_memory_is_an_error_that_names_it() {
+        let vars = SeededVars::new(0);
+        let vb = vars.builder(DType::F32, &Device::Cpu);
+        for shape in [(usize::MAX, 1), (usize::MAX, 2), (1 << 50, 1)] {
+            for init in [NORMAL, Init::Const(0.)] {
+                let error = vb.get_with_hints(shape, "big", init).unwrap_err();
+                assert!(error.to_string().contains("init: big of shape"), "{error}");
+            }
+        }
+        assert!(vars.named().is_empty());
     }
 
     #[test]
