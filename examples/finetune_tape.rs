@@ -125,6 +125,13 @@ fn run(options: &Options) -> Result<()> {
     if let Some(out) = &options.out {
         // Before training: a folder that cannot be written to should not cost a model.
         std::fs::create_dir_all(out).map_err(|error| about(out, error))?;
+        let place = |path: &Path| path.canonicalize().ok();
+        if (options.model.as_deref()).is_some_and(|model| place(model) == place(out)) {
+            bail!(
+                "--out {} is --model too, whose RoPE model it would replace",
+                out.display()
+            )
+        }
     }
     match &options.model {
         Some(folder) => finetune(&ModelFolder::open(folder)?, &base, &text, options)?,
@@ -467,6 +474,8 @@ mod tests {
             "--out",
             &to,
         ]))?;
+        let refused = run(&options(&["--toy", "--model", &from, "--out", &from])).unwrap_err();
+        assert!(message(&refused).contains("--model too"), "{refused}");
         let (rope, tape) = (
             ModelFolder::open(rope.path())?,
             ModelFolder::open(out.path())?,

@@ -31,6 +31,7 @@ use common::evaluation::{common_part, perplexity};
 use common::message;
 use common::names::{BackendName, EncodingName};
 use common::progress::Progress;
+use common::recipe::Recipe;
 use common::sampling::write_on;
 use common::text::{about, read, Text};
 use rand::{rngs::ChaCha12Rng, SeedableRng};
@@ -43,9 +44,6 @@ const REACH: [usize; 4] = [1, 2, 4, 8];
 /// Windows that the longest context gets, where the held-out part is long enough. All contexts read the same bytes.
 const LONGEST_WINDOWS: usize = 8;
 const TEMPERATURE: f64 = 0.8;
-/// Sizes beyond these would end in a failed allocation.
-const MOST_WEIGHTS: usize = 1 << 30;
-const MOST_TOKENS: usize = 1 << 20;
 
 /// Train a byte-level LLaMA with any positional encoding on any text, then print a sample and the perplexity at
 /// 1, 2, 4 and 8 times the training length.
@@ -91,7 +89,7 @@ struct Options {
     )]
     width: usize,
 
-    /// Query heads; they must divide the width
+    /// Query heads; the width must be an even multiple of them
     #[arg(
         long,
         value_name = "N",
@@ -328,32 +326,11 @@ fn open_model(path: &Path) -> Result<ModelFolder> {
 
 /// The model that the options describe.
 fn model_config(options: &Options) -> Result<LlamaConfig> {
-    let &Options {
-        layers,
-        width,
-        heads,
-        length,
-        ..
-    } = options;
+    let sizes = sizes(options);
+    sizes.validate()?;
+    let &Options { heads, length, .. } = options;
     let kv_heads = options.kv_heads.unwrap_or(heads);
-    check_sizes(&[
-        ("layers", layers),
-        ("width", width),
-        ("heads", heads),
-        ("kv-heads", kv_heads),
-    ])?;
-    if width % heads != 0 {
-        bail!("--heads must divide --width; {heads} does not divide {width}")
-    }
-    let width_squared = width.saturating_mul(width);
-    // Projections and the feed-forward part; the embeddings.
-    let weights = layers
-        .saturating_mul(12)
-        .saturating_mul(width_squared)
-        .saturating_add(width.saturating_mul(256));
-    if weights > MOST_WEIGHTS {
-        bail!("--layers {layers} of --width {width} make more than {MOST_WEIGHTS} weights")
-    }
+    check_sizes(&[("kv-heads", kv_heads)])?;
     if heads % kv_heads != 0 {
         bail!("--kv-heads must divide --heads; {kv_heads} does not divide {heads}")
     }
@@ -364,15 +341,8 @@ fn model_config(options: &Options) -> Result<LlamaConfig> {
         }
     };
     Ok(LlamaConfig {
-        hidden_size: width,
-        // Three matrices of 8/3 the width have as many weights as the usual two of four times the width.
-        intermediate_size: (8 * width / 3).next_multiple_of(8),
-        num_hidden_layers: layers,
-        num_attention_heads: heads,
         num_key_value_heads: kv_heads,
-        max_position_embeddings: length,
-        encoding,
-        ..LlamaConfig::default()
+        ..sizes.model(encoding)
     })
 }
 
@@ -398,10 +368,10 @@ fn prompt(options: &Options, text: &Text) -> Result<Vec<u8>> {
 
 /// How the options say that it is trained.
 fn recipe(options: &Options) -> Result<TrainerConfig> {
+    let sizes = sizes(options);
+    sizes.validate()?;
     let &Options {
         seed,
-        batch,
-        length,
         accumulate,
         steps,
         lr,
@@ -410,19 +380,10 @@ fn recipe(options: &Options) -> Result<TrainerConfig> {
         ..
     } = options;
     check_sizes(&[
-        ("batch", batch),
         ("accumulate", accumulate),
-        ("steps", steps),
         ("checkpoint-every", options.checkpoint_every.unwrap_or(1)),
     ])?;
-    if length < 4 {
-        bail!("--length must be at least 4 bytes, got {length}")
-    }
-    if batch.saturating_mul(length) > MOST_TOKENS {
-        bail!("--batch {batch} of --length {length} make more than {MOST_TOKENS} bytes in a step")
-    }
     for (name, value, least) in [
-        ("lr", lr, f64::MIN_POSITIVE),
         ("clip", clip, f64::MIN_POSITIVE),
         ("weight-decay", weight_decay, 0.),
     ] {
@@ -452,11 +413,7 @@ fn recipe(options: &Options) -> Result<TrainerConfig> {
         },
     };
     Ok(TrainerConfig {
-        seed,
-        batch,
-        length,
         accumulation: accumulate,
-        steps,
         schedule,
         adamw: AdamWConfig {
             weight_decay,
@@ -467,7 +424,31 @@ fn recipe(options: &Options) -> Result<TrainerConfig> {
             true => Recompute::Blocks,
             false => Recompute::Nothing,
         },
+        ..sizes.trainer(seed)
     })
+}
+
+/// What the examples with small models have in common.
+fn sizes(options: &Options) -> Recipe {
+    let &Options {
+        layers,
+        width,
+        heads,
+        length,
+        batch,
+        steps,
+        lr,
+        ..
+    } = options;
+    Recipe {
+        layers,
+        width,
+        heads,
+        length,
+        batch,
+        steps,
+        lr,
+    }
 }
 
 /// The record of a run in its folder.
@@ -623,7 +604,7 @@ mod tests {
     #[test]
     fn model_config_sizes_that_do_not_fit_refused_in_one_line() {
         for (words, told) in [
-            (["--heads", "3"], "3 does not divide 128"),
+            (["--heads", "3"], "got 128 and 3"),
             (["--kv-heads", "3"], "3 does not divide 4"),
             (["--kv-heads", "0"], "--kv-heads"),
             (["--width", "10000000000000000000"], "--width"),
