@@ -104,7 +104,7 @@ struct Options {
     #[arg(long, value_name = "N", default_value_t = 0)]
     seed: u64,
 
-    /// Folder to write the model with TAPE to
+    /// New folder to write the model with TAPE to
     #[arg(long, value_name = "DIR")]
     out: Option<PathBuf>,
 
@@ -125,12 +125,9 @@ fn run(options: &Options) -> Result<()> {
     if let Some(out) = &options.out {
         // Before training: a folder that cannot be written to should not cost a model.
         std::fs::create_dir_all(out).map_err(|error| about(out, error))?;
-        let place = |path: &Path| path.canonicalize().ok();
-        if (options.model.as_deref()).is_some_and(|model| place(model) == place(out)) {
-            bail!(
-                "--out {} is --model too, whose RoPE model it would replace",
-                out.display()
-            )
+        let mut entries = std::fs::read_dir(out).map_err(|error| about(out, error))?;
+        if entries.next().is_some() {
+            bail!("{}: is not empty; --out takes a new folder", out.display())
         }
     }
     match &options.model {
@@ -475,7 +472,7 @@ mod tests {
             &to,
         ]))?;
         let refused = run(&options(&["--toy", "--model", &from, "--out", &from])).unwrap_err();
-        assert!(message(&refused).contains("--model too"), "{refused}");
+        assert!(message(&refused).contains("is not empty"), "{refused}");
         let (rope, tape) = (
             ModelFolder::open(rope.path())?,
             ModelFolder::open(out.path())?,
