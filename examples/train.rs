@@ -187,7 +187,7 @@ struct Options {
     #[arg(long, value_name = "N", requires = "out")]
     checkpoint_every: Option<usize>,
 
-    /// Go on with the run in --out from its newest checkpoint
+    /// Go on with the run in --out from its newest checkpoint; the other options must be those of the run
     #[arg(long, requires = "out")]
     resume: bool,
 
