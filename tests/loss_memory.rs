@@ -1,20 +1,10 @@
 //! Peak memory of the cross-entropy at 8,192 tokens and 32,000 ids, whose logits would be 1 GB.
 
+mod peak;
+
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_posenc::train::mean_loss;
-use peak_alloc::PeakAlloc;
-
-#[global_allocator]
-static MEMORY: PeakAlloc = PeakAlloc;
-
-/// MB beyond what is alive when `run` starts.
-fn peak_mb<R>(run: impl FnOnce() -> Result<R>) -> Result<(R, f64)> {
-    let before = MEMORY.current_usage();
-    MEMORY.reset_peak_usage();
-    let result = run()?;
-    let peak = MEMORY.peak_usage().saturating_sub(before);
-    Ok((result, peak as f64 / 1e6))
-}
+use peak::peak_mb;
 
 /// One test, so that nothing else allocates meanwhile.
 #[test]

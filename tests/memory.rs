@@ -1,20 +1,10 @@
 //! Peak memory of the fused CPU path at 32,768 tokens, where one (T, S) matrix would be 4 GiB.
 
+mod peak;
+
 use candle_core::{Device, Result, Tensor, Var};
 use candle_posenc::{attend, AttendSpec, Backend, Score};
-use peak_alloc::PeakAlloc;
-
-#[global_allocator]
-static MEMORY: PeakAlloc = PeakAlloc;
-
-/// MB beyond what is alive when `run` starts.
-fn peak_mb<R>(run: impl FnOnce() -> Result<R>) -> Result<(R, f64)> {
-    let before = MEMORY.current_usage();
-    MEMORY.reset_peak_usage();
-    let result = run()?;
-    let peak = MEMORY.peak_usage().saturating_sub(before);
-    Ok((result, peak as f64 / 1e6))
-}
+use peak::peak_mb;
 
 /// One test, so that nothing else allocates meanwhile.
 #[test]

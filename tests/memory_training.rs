@@ -1,14 +1,13 @@
 //! Peak memory of a training step at 12,288 tokens with blocks recomputed.
 
+mod peak;
+
 use candle_core::{bail, DType, Device, Result, Tensor};
 use candle_posenc::encoding::{PhaseNorm, RopeConfig, TapaConfig, TapeConfig};
 use candle_posenc::train::{loss_and_gradients, Recompute};
 use candle_posenc::{Ctx, EncodingConfig, Llama, LlamaConfig, Positions, SeededVars};
-use peak_alloc::PeakAlloc;
+use peak::MEMORY;
 use std::time::Instant;
-
-#[global_allocator]
-static MEMORY: PeakAlloc = PeakAlloc;
 
 const GB: f64 = 1e9;
 

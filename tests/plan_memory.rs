@@ -1,11 +1,10 @@
 //! What a plan says of memory, held against what the allocator is asked for.
 
+mod peak;
+
 use candle_core::{DType, Device, Result, Tensor};
 use candle_posenc::{attend, plan, AttendSpec, Backend, Positions, Score};
-use peak_alloc::PeakAlloc;
-
-#[global_allocator]
-static MEMORY: PeakAlloc = PeakAlloc;
+use peak::MEMORY;
 
 const CPU: Device = Device::Cpu;
 /// Layouts of tensors, lists of tasks, and what candle's matrix products set aside, which the plan leaves out.

@@ -33,6 +33,7 @@ use candle_core::{bail, Result, Tensor};
 use candle_nn::VarBuilder;
 use rand::Rng;
 use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
 use std::sync::Arc;
 
 pub use absolute::{Absolute, AbsoluteConfig};
@@ -41,7 +42,8 @@ pub use nope::Nope;
 pub use rope::{Rope, RopeConfig};
 pub use rope_scaling::{LongRope, RopeFrequencies, RopeScaling, Yarn};
 pub use tapa::{PhaseForm, PhaseNorm, Tapa, TapaConfig};
-pub(crate) use tape::{is_last_update, published_name};
+use tape::is_last_update;
+pub(crate) use tape::published_name;
 pub use tape::{HeadMixing, StateNorm, Tape, TapeConfig};
 
 /// Projected queries, keys and values of one layer.
@@ -202,5 +204,21 @@ impl EncodingConfig {
             Self::Tapa(config) => Arc::new(Tapa::new(config, dims, vb)?),
             Self::Tape(config) => Arc::new(Tape::new(config, dims, vb)?),
         })
+    }
+
+    /// The fields by which transformers' LLaMA states this encoding; `None` where it has no such encoding.
+    pub(crate) fn to_hf(&self, dims: &ModelDims) -> Option<Map<String, Value>> {
+        match self {
+            Self::Rope(config) => config.to_hf(dims),
+            _ => None,
+        }
+    }
+
+    /// Whether published checkpoints of a model of so many layers hold a tensor of this name that no layer reads.
+    pub(crate) fn is_unread(&self, name: &str, layers: usize) -> bool {
+        match self {
+            Self::Tape(_) => is_last_update(name, layers),
+            _ => false,
+        }
     }
 }

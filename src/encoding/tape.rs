@@ -356,7 +356,7 @@ pub(crate) fn published_name(name: &str) -> Option<String> {
 }
 
 /// Whether this is a weight of the last layer's update, which the published code has and no layer reads.
-pub(crate) fn is_last_update(name: &str, layers: usize) -> bool {
+pub(super) fn is_last_update(name: &str, layers: usize) -> bool {
     let last = format!("model.layers.{}.", layers.saturating_sub(1));
     let rest = name.strip_prefix(&last);
     rest.is_some_and(|rest| rest.starts_with("pe.") || rest == MATRIX)

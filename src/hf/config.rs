@@ -193,9 +193,9 @@ impl LlamaConfig {
         // Absent, they would be 1 and 2 in transformers.
         put("bos_token_id", Value::Null);
         put("eos_token_id", Value::Null);
-        let rope = match &self.encoding {
-            EncodingConfig::Rope(rope) if self.window.is_none() => rope.to_hf(&self.dims()),
-            _ => None,
+        let rope = match self.window {
+            None => self.encoding.to_hf(&self.dims()),
+            Some(_) => None,
         };
         match rope {
             Some(rope) => {

@@ -37,7 +37,7 @@ mod save;
 mod weights;
 
 use crate::atomic::{about, is_there, message};
-use crate::encoding::{is_last_update, published_name, EncodingConfig};
+use crate::encoding::published_name;
 use crate::init::SeededVars;
 use crate::json::{self, Fields};
 use crate::model::{Llama, LlamaConfig};
@@ -329,9 +329,9 @@ impl ModelFolder {
 
     /// Whether a tensor that the model does not use says nothing that it should have.
     fn is_harmless(&self, name: &str) -> bool {
-        let tape = matches!(self.config.encoding, EncodingConfig::Tape(_));
+        let config = &self.config;
         name.ends_with("rotary_emb.inv_freq")
-            || tape && is_last_update(name, self.config.num_hidden_layers)
+            || config.encoding.is_unread(name, config.num_hidden_layers)
     }
 }
 

@@ -328,8 +328,9 @@ impl Update {
     /// Three passes over numbers in the host's memory.
     fn in_place(&self, master: &Var, moments: &Moments, gradient: &Tensor) -> Result<()> {
         let &Self { beta1, beta2, .. } = self;
-        (moments.first).inplace_op2(gradient, &Mean { beta: beta1 })?;
-        (moments.second).inplace_op2(gradient, &MeanSquare { beta: beta2 })?;
+        let mean = |beta, squared| RunningMean { beta, squared };
+        (moments.first).inplace_op2(gradient, &mean(beta1, false))?;
+        (moments.second).inplace_op2(gradient, &mean(beta2, true))?;
         master.inplace_op3(&moments.first, &moments.second, self)
     }
 
@@ -347,17 +348,13 @@ impl Update {
     }
 }
 
-/// m ← β m + (1 − β) g.
-struct Mean {
+/// A running mean of gradients, m ← β m + (1 − β) g, or of their squares.
+struct RunningMean {
     beta: f64,
+    squared: bool,
 }
 
-/// v ← β v + (1 − β) g².
-struct MeanSquare {
-    beta: f64,
-}
-
-impl InplaceOp2 for Mean {
+impl InplaceOp2 for RunningMean {
     fn name(&self) -> &'static str {
         "adamw-mean"
     }
@@ -369,38 +366,13 @@ impl InplaceOp2 for Mean {
         gradient: &CpuStorage,
         gradient_layout: &Layout,
     ) -> Result<()> {
-        let (mean, gradient) = ((mean, layout), (gradient, gradient_layout));
-        let &Self { beta } = self;
-        let (b, rest) = (beta as f32, (1. - beta) as f32);
+        let &Self { beta, squared } = self;
+        let (beta32, rest32) = (beta as f32, (1. - beta) as f32);
         for_each(
-            mean,
-            [gradient],
-            |m, [g]: [f32; 1]| b * m + rest * g,
-            |m, [g]: [f64; 1]| beta * m + (1. - beta) * g,
-        )
-    }
-}
-
-impl InplaceOp2 for MeanSquare {
-    fn name(&self) -> &'static str {
-        "adamw-mean-square"
-    }
-
-    fn cpu_fwd(
-        &self,
-        mean: &mut CpuStorage,
-        layout: &Layout,
-        gradient: &CpuStorage,
-        gradient_layout: &Layout,
-    ) -> Result<()> {
-        let (mean, gradient) = ((mean, layout), (gradient, gradient_layout));
-        let &Self { beta } = self;
-        let (b, rest) = (beta as f32, (1. - beta) as f32);
-        for_each(
-            mean,
-            [gradient],
-            |v, [g]: [f32; 1]| b * v + rest * (g * g),
-            |v, [g]: [f64; 1]| beta * v + (1. - beta) * (g * g),
+            (mean, layout),
+            [(gradient, gradient_layout)],
+            |m, [g]: [f32; 1]| beta32 * m + rest32 * if squared { g * g } else { g },
+            |m, [g]: [f64; 1]| beta * m + (1. - beta) * if squared { g * g } else { g },
         )
     }
 }
