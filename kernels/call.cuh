@@ -1,0 +1,63 @@
+// The arguments of every attention kernel. `src/attend/cuda/call.rs` holds the same structures, field by field.
+//
+// Letters: B batch, H query heads, G key/value heads, T queries, S keys, D head width, E value width.
+#pragma once
+#include <stdint.h>
+
+// q, k or v: strides in elements; neighbours along the width lie side by side.
+struct Operand {
+    const void *data;
+    int64_t batch, head, token;
+};
+
+// What tokens of one tile have in common, so that a tile of queries and a tile of keys can be judged together.
+struct TileBounds {
+    // Least and greatest position, padding aside; first > last where all is padding.
+    int first, last;
+    // Least and greatest segment, padding aside.
+    int segment_first, segment_last;
+    // Bit 0: positions are first, first + 1, ... without padding. Bit 1: some token is padding.
+    int flags;
+    int reserved[3];
+};
+
+// Where queries or keys stand. A span (`list` is null) stands at start, start + 1, ...; all positions are relative to
+// a common origin, so that they fit; a negative one is padding.
+struct Tokens {
+    const int2 *list;        // (1|B, len): position and segment of each token
+    const TileBounds *tiles; // (1|B, ceil(len / tile)): of as many tokens as the kernel's tile has
+    int64_t batch;           // tokens from one row of `list` to the next, 0 where one serves all
+    int64_t tiles_batch;     // the same for `tiles`
+    int start;
+    int len;
+};
+
+// How scores are made. All are in units of log2, so that ex2 gives the weights.
+struct ScoreCall {
+    float factor;         // scale * log2(e); above 0 but for the bias, where it may be anything
+    int negate;           // whether the amplitude part of q changes its sign, for scales below 0
+    const float *slopes;  // bias: (H), times log2(e)
+    // Phase: entry reach + d is {w(d), w(d - 1)}, w(d) = |d|^alpha * phase_scale in turns, for d in -reach + 1 .. reach.
+    const float2 *turns;
+    int reach;            // distances below it are in `turns`
+    float alpha, phase_scale;
+};
+
+struct ForwardCall {
+    Operand q, k;
+    Operand v[2];   // the second from column `width` of the values on, where values are wider than heads
+    void *out;      // (B,H,T,E) without gaps
+    float *lse;     // (B,H,T), or null
+    Tokens queries, keys;
+    ScoreCall score;
+    int heads, group;      // H and H/G
+    int head_width;        // D
+    int amplitude_width;   // phase: width of the amplitude part
+    int value_width;       // E
+    int causal;
+    int window;            // positions a query sees, its own included; INT_MAX for all
+    // Forward: tiles of queries in a head. Decode: parts that the keys are split into.
+    int tiles;
+    // Decode: (B,G,row blocks,parts,16,E) and (B,G,row blocks,parts,16), f32: each part's average and log2-sum-exp.
+    float *part_out, *part_lse;
+};
