@@ -1,8 +1,8 @@
 //! Where tokens stand: the one source of positions for attention, encodings and the KV cache.
 
+use crate::recent::Recent;
 use candle_core::{bail, DType, Device, Result, Tensor, TensorId};
-use std::collections::VecDeque;
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 
 /// Where the tokens of one call stand, in tokens from the start of their document.
 ///
@@ -241,12 +241,17 @@ impl PositionTable {
         }
     }
 
-    /// The start of a span without padding: token i stands at start + i.
-    pub fn start(&self) -> Option<i64> {
+    /// The start of a span: token i stands at start + i, and is padding where that is negative.
+    pub fn span_start(&self) -> Option<i64> {
         match self.tokens {
-            Tokens::Span { start, .. } if start >= 0 => Some(start),
-            _ => None,
+            Tokens::Span { start, .. } => Some(start),
+            Tokens::List(_) => None,
         }
+    }
+
+    /// The start of a span without padding.
+    pub fn start(&self) -> Option<i64> {
+        self.span_start().filter(|start| *start >= 0)
     }
 
     /// Where the tokens come from; `None` where that may hold other ones next time.
@@ -274,6 +279,14 @@ impl PositionTable {
         }
     }
 
+    /// The least and the greatest segment, padding aside; `None` where there is none.
+    pub fn segment_bounds(&self) -> Option<(i64, i64)> {
+        match &self.tokens {
+            Tokens::Span { .. } => None,
+            Tokens::List(tokens) => tokens.segment_bounds,
+        }
+    }
+
     /// Whether any token is padding.
     pub fn has_padding(&self) -> bool {
         match &self.tokens {
@@ -295,6 +308,7 @@ struct TokenList {
     pos: Vec<i64>,
     segment: Option<Vec<i64>>,
     bounds: Option<(i64, i64)>,
+    segment_bounds: Option<(i64, i64)>,
     padding: bool,
     /// Unless a variable is among them.
     source: Option<(TensorId, Option<TensorId>)>,
@@ -305,9 +319,14 @@ impl TokenList {
         let variable = pos.is_variable() || segment.is_some_and(Tensor::is_variable);
         let source = (!variable).then(|| (pos.id(), segment.map(Tensor::id)));
         match source {
-            Some(source) if !pos.device().is_cpu() => READ.get_or_read(source, || {
-                Ok(Arc::new(Self::copy(pos, segment, Some(source))?))
-            }),
+            Some(source) if !pos.device().is_cpu() => READ.get(&source).map_or_else(
+                || {
+                    let tokens = Arc::new(Self::copy(pos, segment, Some(source))?);
+                    READ.add(source, tokens.clone());
+                    Ok(tokens)
+                },
+                Ok,
+            ),
             _ => Ok(Arc::new(Self::copy(pos, segment, source)?)),
         }
     }
@@ -322,11 +341,17 @@ impl TokenList {
         if let Some(all) = pos.iter().min().zip(pos.iter().max()) {
             check_exact((*all.0, *all.1))?;
         }
+        let segment = segment.map(read).transpose()?;
         let real = || pos.iter().copied().filter(|p| *p >= 0);
+        let segments = || {
+            let tokens = segment.iter().flatten().copied().zip(&pos);
+            tokens.filter(|(_, p)| **p >= 0).map(|(segment, _)| segment)
+        };
         Ok(Self {
             bounds: real().min().zip(real().max()),
+            segment_bounds: segments().min().zip(segments().max()),
             padding: pos.iter().any(|p| *p < 0),
-            segment: segment.map(read).transpose()?,
+            segment,
             source,
             pos,
         })
@@ -334,31 +359,7 @@ impl TokenList {
 }
 
 /// What was read from GPUs last: every layer of a model asks for the same positions.
-static READ: LastRead = LastRead(Mutex::new(VecDeque::new()));
-
-struct LastRead(Mutex<VecDeque<Arc<TokenList>>>);
-
-impl LastRead {
-    const LISTS: usize = 16;
-
-    fn get_or_read(
-        &self,
-        source: (TensorId, Option<TensorId>),
-        read: impl FnOnce() -> Result<Arc<TokenList>>,
-    ) -> Result<Arc<TokenList>> {
-        // Nothing can be left half done in the list: a thread that panicked does no harm.
-        let lock = || self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let known = lock().iter().find(|x| x.source == Some(source)).cloned();
-        if let Some(known) = known {
-            return Ok(known);
-        }
-        let tokens = read()?;
-        let mut last = lock();
-        last.truncate(Self::LISTS - 1);
-        last.push_front(tokens.clone());
-        Ok(tokens)
-    }
-}
+static READ: Recent<(TensorId, Option<TensorId>), TokenList, 16> = Recent::new();
 
 #[cfg(test)]
 mod tests {
@@ -370,7 +371,15 @@ mod tests {
 
     #[test]
     fn span_says_all_without_a_list() -> Result<()> {
-        for (start, len) in [(0, 5), (7, 3), (-2, 5), (-5, 3), (-3, 3), (4, 0), (i64::MIN, 0)] {
+        for (start, len) in [
+            (0, 5),
+            (7, 3),
+            (-2, 5),
+            (-5, 3),
+            (-3, 3),
+            (4, 0),
+            (i64::MIN, 0),
+        ] {
             let span = Positions::Span { start, len }.table(1)?;
             let pos: Vec<i64> = (start..start + len as i64).collect();
             let list = Positions::explicit(tensor(&pos)?, None)?.table(1)?;
@@ -411,29 +420,6 @@ mod tests {
         assert_ne!(both, source(&pos.copy()?, Some(&segment))?);
         let variable = candle_core::Var::from_tensor(&pos)?;
         assert_eq!(source(variable.as_tensor(), None)?, None);
-        Ok(())
-    }
-
-    #[test]
-    fn last_read_reads_each_source_once_and_forgets_the_oldest() -> Result<()> {
-        let last = LastRead(Mutex::new(VecDeque::new()));
-        let reads = std::cell::Cell::new(0);
-        let ask = |pos: &Tensor| {
-            let source = (pos.id(), None);
-            last.get_or_read(source, || {
-                reads.set(reads.get() + 1);
-                Ok(Arc::new(TokenList::copy(pos, None, Some(source))?))
-            })
-        };
-        let first = tensor(&[1, 2])?;
-        assert_eq!(ask(&first)?.pos, [1, 2]);
-        assert_eq!(ask(&first)?.pos, [1, 2]);
-        assert_eq!(reads.get(), 1);
-        for i in 0..LastRead::LISTS as i64 {
-            assert_eq!(ask(&tensor(&[i])?)?.pos, [i]);
-        }
-        assert_eq!(ask(&first)?.pos, [1, 2]);
-        assert_eq!(reads.get(), 2 + LastRead::LISTS);
         Ok(())
     }
 }

@@ -24,7 +24,15 @@ const fn tile(
     score: &'static str,
     [width, values, warps, row_tiles, keys, blocks]: [usize; 6],
 ) -> ForwardTile {
-    ForwardTile { score, width, values, warps, row_tiles, keys, blocks }
+    ForwardTile {
+        score,
+        width,
+        values,
+        warps,
+        row_tiles,
+        keys,
+        blocks,
+    }
 }
 
 /// Narrow before wide, for each score.
@@ -66,7 +74,13 @@ pub struct DecodeTile {
 }
 
 const fn decode(score: &'static str, [width, values, warps, stages]: [usize; 4]) -> DecodeTile {
-    DecodeTile { score, width, values, warps, stages }
+    DecodeTile {
+        score,
+        width,
+        values,
+        warps,
+        stages,
+    }
 }
 
 /// Narrow before wide, for each score.
