@@ -251,3 +251,53 @@ impl CustomOp3 for FusedAttention {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::attend::{AttendSpec, Backend, Problem};
+    use candle_core::Device;
+
+    fn normal(dims: (usize, usize, usize, usize)) -> Result<Tensor> {
+        Tensor::randn(0f64, 1., dims, &Device::Cpu)
+    }
+
+    #[test]
+    fn gradients_by_way_of_the_dense_path_equal_its_own() -> Result<()> {
+        let [q, k, v, grad] = [
+            normal((2, 4, 5, 6))?,
+            normal((2, 2, 7, 6))?,
+            normal((2, 2, 7, 3))?,
+            normal((2, 4, 5, 3))?,
+        ];
+        let spec = AttendSpec::causal().with_backend(Backend::Dense);
+        let call = Problem::of(&q, &k, &v)?.resolve(&spec)?;
+        let (dq, dk, dv) = dense_backward(&call, [&q, &k, &v], &grad)?;
+        let vars = [&q, &k, &v].map(Var::from_tensor);
+        let [Ok(q), Ok(k), Ok(v)] = &vars else {
+            bail!("no variables")
+        };
+        let out = crate::attend::attend(q, k, v, &spec)?;
+        let gradients = (out * grad)?.sum_all()?.backward()?;
+        for (var, gradient) in [(q, dq), (k, dk), (v, dv)] {
+            let expected = gradients.get(var).unwrap().flatten_all()?;
+            let gradient = gradient.unwrap();
+            assert_eq!(gradient.dims(), var.dims());
+            assert_eq!(
+                gradient.flatten_all()?.to_vec1::<f64>()?,
+                expected.to_vec1::<f64>()?
+            );
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn gradients_by_way_of_the_dense_path_are_zero_where_there_is_no_key() -> Result<()> {
+        let (q, kv) = (normal((1, 2, 3, 4))?, normal((1, 2, 0, 4))?);
+        let call = Problem::of(&q, &kv, &kv)?.resolve(&AttendSpec::causal())?;
+        let (dq, dk, _) = dense_backward(&call, [&q, &kv, &kv], &q)?;
+        assert_eq!(dq.unwrap().flatten_all()?.to_vec1::<f64>()?, [0.; 24]);
+        assert_eq!(dk.unwrap().dims(), kv.dims());
+        Ok(())
+    }
+}

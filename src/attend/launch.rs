@@ -17,8 +17,6 @@ pub(super) const WIDEST_VALUE: usize = 512;
 const MOST_DECODED: usize = 16;
 /// Rows, queries times heads of a group, that a block of that kernel takes.
 pub(super) const DECODED_ROWS: usize = 16;
-/// Warps of a block that merges parts.
-const MERGING_WARPS: usize = 4;
 /// Fewest keys worth a block of their own.
 const FEWEST_KEYS: usize = 256;
 /// More multiprocessors than any GPU has, so that a plan without one is on the safe side.
@@ -258,15 +256,14 @@ fn forward_shared_bytes(tile: &ForwardTile) -> usize {
     (query_tile(tile) + tile.keys * (1 + tile.values)) * pitch(tile.width)
 }
 
-/// The queries, and for each warp its tiles of keys and values.
+/// The queries, and for each warp its tiles of keys and values and what is known of them.
 fn decode_shared_bytes(tile: &DecodeTile) -> usize {
-    let keys = 16 * tile.warps * tile.stages;
-    (DECODED_ROWS + keys * (1 + tile.values)) * pitch(tile.width)
-}
-
-/// Keys in a tile of the kernel for few queries: 16 for each warp.
-pub(super) fn decoded_keys(tile: &DecodeTile) -> usize {
-    16 * tile.warps
+    const KEYS: usize = 16;
+    /// Position and segment of each key, and which are read.
+    const NOTES: usize = 8 * KEYS + 16;
+    let tiles = tile.warps * tile.stages;
+    let rows = DECODED_ROWS + tiles * KEYS * (1 + tile.values);
+    rows * pitch(tile.width) + tiles * NOTES
 }
 
 /// Queries in a tile of the forward kernel.
@@ -320,14 +317,10 @@ impl Launch {
         )
     }
 
-    /// One block for each block of rows of each key/value head merges its parts.
-    pub fn merge(dims: &Dims, split: &Split) -> Result<Self> {
-        Self::new(
-            saturating_product([split.row_blocks, dims.g, dims.b]),
-            1,
-            MERGING_WARPS,
-            0,
-        )
+    /// One block for each query of each head merges its parts, queries fastest.
+    pub fn merge(dims: &Dims) -> Result<Self> {
+        const WARPS: usize = 8;
+        Self::new(saturating_product([dims.t, dims.h, dims.b]), 1, WARPS, 0)
     }
 
     /// One block for each tile of rows of each key/value head, tiles fastest.
@@ -394,36 +387,30 @@ impl SimtBlock {
 }
 
 /// How the kernel for few queries shares a call out.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Split {
     /// Blocks of [`DECODED_ROWS`] rows, queries times heads of a group.
     pub row_blocks: usize,
-    /// Parts of the keys.
+    /// Parts of the keys; of one part the kernel writes the output itself.
     pub parts: usize,
-    /// The keys that some query may see.
-    pub keys: Range<usize>,
 }
 
 impl Split {
-    /// About two blocks for each multiprocessor, but none for fewer than [`FEWEST_KEYS`] keys; parts are whole steps
-    /// of the block's warps.
-    pub fn new(tile: &DecodeTile, dims: &Dims, keys: Range<usize>, multiprocessors: usize) -> Self {
+    /// About two blocks for each multiprocessor, but none for fewer than [`FEWEST_KEYS`] of the keys in sight.
+    pub fn new(tile: &DecodeTile, dims: &Dims, keys: usize, multiprocessors: usize) -> Self {
         let row_blocks = rows(dims).div_ceil(DECODED_ROWS);
-        let blocks = saturating_product([
-            row_blocks,
-            dims.g,
-            dims.b,
-            pieces(dims.e, tile.width, tile.values),
-        ]);
+        let pieces = pieces(dims.e, tile.width, tile.values);
+        let blocks = saturating_product([row_blocks, dims.g, dims.b, pieces]);
         let wanted = (2 * multiprocessors.min(MOST_MULTIPROCESSORS)).div_ceil(blocks.max(1));
-        let parts = wanted.min(keys.len().div_ceil(FEWEST_KEYS)).max(1);
-        let part = keys.len().div_ceil(parts);
-        let part = part.next_multiple_of(decoded_keys(tile));
         Self {
             row_blocks,
-            parts: keys.len().div_ceil(part.max(1)).max(1),
-            keys,
+            parts: wanted.min(keys.div_ceil(FEWEST_KEYS)).max(1),
         }
+    }
+
+    /// Whether there is something to merge.
+    pub fn is_split(&self) -> bool {
+        self.parts > 1
     }
 
     /// f32 values of the parts' averages: (B, G, row blocks, parts, 16, E).
@@ -433,7 +420,10 @@ impl Split {
 
     /// f32 values of the parts' log-sum-exp: (B, G, row blocks, parts, 16).
     pub fn lse_elements(&self, dims: &Dims) -> usize {
-        saturating_product([dims.b, dims.g, self.row_blocks, self.parts, DECODED_ROWS])
+        match self.is_split() {
+            true => saturating_product([dims.b, dims.g, self.row_blocks, self.parts, DECODED_ROWS]),
+            false => 0,
+        }
     }
 }
 
@@ -466,7 +456,7 @@ pub(super) fn keys_in_sight(call: &Resolved) -> Range<usize> {
 pub(super) fn workspace_bytes(kernel: &Kernel, dims: &Dims) -> usize {
     match kernel {
         Kernel::Decode(tile) => {
-            let split = Split::new(tile, dims, 0..dims.s, MOST_MULTIPROCESSORS);
+            let split = Split::new(tile, dims, dims.s, MOST_MULTIPROCESSORS);
             let elements = split
                 .out_elements(dims)
                 .saturating_add(split.lse_elements(dims));
@@ -725,14 +715,13 @@ mod tests {
                     assert!(columns >= e && columns - e < tile.width * tile.values);
                 }
                 Kernel::Decode(tile) => {
-                    let split = Split::new(&tile, &dims, 0..s, 132);
+                    let split = Split::new(&tile, &dims, s, 132);
                     let [x, y, z] = Launch::decode(&tile, &dims, &split)?.grid;
                     let rows = split.row_blocks * DECODED_ROWS;
                     assert!(rows >= t * h / g && rows - t * h / g < DECODED_ROWS);
                     assert_eq!((x as usize, z), (split.parts * split.row_blocks * g * b, 1));
                     assert!(y as usize * tile.width * tile.values >= e);
-                    let merge = Launch::merge(&dims, &split)?;
-                    assert_eq!(merge.grid[0] as usize, split.row_blocks * g * b);
+                    assert_eq!(Launch::merge(&dims)?.grid, [(t * h * b) as u32, 1, 1]);
                 }
                 Kernel::Simt(_) => (),
             }
@@ -794,21 +783,19 @@ mod tests {
         let absurd = dims([usize::MAX, 8, 2, usize::MAX, usize::MAX, 64, 64]);
         let forward = FORWARD.first().unwrap();
         let decode = DECODE.first().unwrap();
-        let split = Split::new(decode, &absurd, 0..usize::MAX / 2, 132);
+        let split = Split::new(decode, &absurd, usize::MAX, 132);
         let launches = [
             Launch::forward(forward, &absurd),
             Launch::decode(decode, &absurd, &split),
-            Launch::merge(&absurd, &split),
+            Launch::merge(&absurd),
             Launch::simt(&absurd, DType::F32, None),
         ];
         for launch in launches {
             let error = launch.unwrap_err().to_string();
             assert!(error.contains("blocks"), "{error}");
         }
-        assert_eq!(
-            workspace_bytes(&Kernel::Decode(*decode), &absurd),
-            usize::MAX
-        );
+        // So many blocks need no parts.
+        assert_eq!(workspace_bytes(&Kernel::Decode(*decode), &absurd), 0);
         assert_eq!(position_bytes(&absurd), usize::MAX);
     }
 
@@ -816,7 +803,7 @@ mod tests {
     fn split_fills_the_gpu_with_parts_worth_a_block() {
         let tile = DECODE.iter().find(|tile| tile.width == 128).unwrap();
         let split = |b: usize, t: usize, s: usize| {
-            Split::new(tile, &dims([b, 32, 8, t, s, 128, 128]), 0..s, 132)
+            Split::new(tile, &dims([b, 32, 8, t, s, 128, 128]), s, 132)
         };
         // 8 heads: 33 parts make 264 blocks for 132 multiprocessors.
         assert_eq!(split(1, 1, 131_072).parts, 33);
@@ -832,15 +819,16 @@ mod tests {
     }
 
     #[test]
-    fn split_leaves_no_part_without_keys() {
+    fn split_has_a_part_at_least_and_none_without_many_keys() {
         let tile = DECODE.first().unwrap();
-        for s in [0, 1, 63, 64, 65, 255, 256, 257, 300, 5000, 65_537] {
+        for s in [0, 1, 255, 256, 257, 5000, 65_537] {
             for multiprocessors in [0, 1, 7, 132, 10_000] {
                 let dims = dims([1, 2, 1, 1, s, 64, 64]);
-                let split = Split::new(tile, &dims, 0..s, multiprocessors);
-                let part = s.div_ceil(split.parts).next_multiple_of(decoded_keys(tile));
-                assert!(split.parts >= 1 && part * split.parts >= s);
-                assert!(s == 0 || part * (split.parts - 1) < s, "{s} {split:?}");
+                let split = Split::new(tile, &dims, s, multiprocessors);
+                assert!(split.parts >= 1);
+                assert!(split.parts == 1 || s > (split.parts - 1) * FEWEST_KEYS);
+                // Of one part nothing is merged.
+                assert_eq!(split.is_split(), split.out_elements(&dims) > 0);
             }
         }
     }
@@ -851,7 +839,7 @@ mod tests {
         for (b, t, s) in [(1, 1, 100), (1, 16, 4096), (3, 5, 70_000)] {
             let dims = dims([b, 8, 2, t, s, 64, 64]);
             for multiprocessors in [1, 108, 132, 148, 256] {
-                let split = Split::new(tile, &dims, 0..s, multiprocessors);
+                let split = Split::new(tile, &dims, s, multiprocessors);
                 let bytes = 4 * (split.out_elements(&dims) + split.lse_elements(&dims));
                 assert!(bytes <= workspace_bytes(&Kernel::Decode(*tile), &dims));
             }

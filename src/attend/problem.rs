@@ -53,7 +53,8 @@ impl Operand {
 pub enum DeviceKind {
     /// The host.
     Cpu,
-    /// An NVIDIA GPU of this compute capability, (9, 0) for an H200. `None` where it was not asked for.
+    /// An NVIDIA GPU of this compute capability, (9, 0) for an H200. `None` where it is unknown: the plan is then that
+    /// of a GPU for which there is no kernel.
     Cuda {
         /// Major and minor version.
         cc: Option<(u32, u32)>,

@@ -229,32 +229,34 @@ impl Job<'_> {
         let kernel = Kernel::Decode(*tile);
         let dims = &self.call.dims;
         let stream = self.device.cuda_stream();
-        let split = Split::new(
-            tile,
-            dims,
-            keys_in_sight(self.call),
-            multiprocessors(self.device)?,
-        );
-        // SAFETY: the decoding kernel writes what the merging kernel reads.
-        let mut part_out = unsafe { self.device.alloc::<f32>(split.out_elements(dims))? };
-        // SAFETY: as above.
-        let mut part_lse = unsafe { self.device.alloc::<f32>(split.lse_elements(dims))? };
-        let tables = Tables::new(self, frame, [dims.t, launch::decoded_keys(tile)])?;
+        let keys = keys_in_sight(self.call).len();
+        let split = Split::new(tile, dims, keys, multiprocessors(self.device)?);
+        let part = |len: usize| -> Result<_> {
+            // SAFETY: the merging kernel reads only what the decoding kernel wrote.
+            let memory = || unsafe { self.device.alloc::<f32>(len) };
+            split.is_split().then(memory).transpose()
+        };
+        let mut part_out = part(split.out_elements(dims))?;
+        let mut part_lse = part(split.lse_elements(dims))?;
+        // This kernel does not look at tiles: one a row is enough.
+        let tables = Tables::new(self, frame, [dims.t, dims.s])?;
         let mut held = Held {
             stream: &stream,
             guards: Vec::new(),
         };
         let mut call = self.forward_call(frame, tile.width, &tables, &mut held)?;
         call.tiles = narrow(split.parts)?;
-        call.part_out = held.write(&mut part_out);
-        call.part_lse = held.write(&mut part_lse);
+        call.part_out = part_out.as_mut().map_or(0, |part| held.write(part));
+        call.part_lse = part_lse.as_mut().map_or(0, |part| held.write(part));
         let shape = Launch::decode(tile, dims, &split)?;
-        let merge = format!("attend_merge_{}", dtype_name(self.dtype));
         // SAFETY: as in `forward`; the parts are as long as the split says.
-        unsafe {
-            attend_forward(&stream, &kernel.entry(self.dtype), shape, &call)?;
-            attend_forward(&stream, &merge, Launch::merge(dims, &split)?, &call)
+        unsafe { attend_forward(&stream, &kernel.entry(self.dtype), shape, &call)? };
+        if split.is_split() {
+            let merge = format!("attend_merge_{}", dtype_name(self.dtype));
+            // SAFETY: as above.
+            unsafe { attend_forward(&stream, &merge, Launch::merge(dims)?, &call)? };
         }
+        Ok(())
     }
 
     fn forward_call<'a>(

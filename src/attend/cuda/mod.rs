@@ -9,7 +9,6 @@ pub(super) mod call;
 #[cfg(feature = "cuda")]
 mod forward;
 #[cfg(feature = "cuda")]
-#[allow(unsafe_code)]
 mod module;
 #[cfg(feature = "cuda")]
 mod tables;

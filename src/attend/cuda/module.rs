@@ -1,4 +1,5 @@
 //! The compiled kernels, loaded once for each GPU, and one launch function for each.
+#![allow(unsafe_code)]
 
 use super::call::{ForwardCall, SimtCall, TileBounds};
 use crate::attend::launch::Launch;
