@@ -11,7 +11,7 @@
 #endif
 
 #define KERNEL(dtype, Element)                                            \
-    extern "C" __global__ void __launch_bounds__(simt::THREADS)           \
+    extern "C" __global__ void __launch_bounds__(simt::THREADS, 2)        \
         ENTRY(dtype)(const __grid_constant__ SimtCall call) {             \
         simt::attend<Element>(call);                                      \
     }

@@ -83,3 +83,35 @@ pub const DECODE: &[DecodeTile] = &[
     decode("phase_precise", [128, 1, 4, 3]),
     decode("phase_precise", [256, 1, 4, 2]),
 ];
+
+/// Scores of the general kernel, each compiled for the dtypes of [`SIMT_DTYPES`]. Its grid: x = row blocks × G × B with
+/// [`simt_rows`] rows (queries × heads of a group) in a block, y = pieces of [`SIMT_PIECE`] value columns.
+pub const SIMT_SCORES: &[&str] = &["dot", "bias", "phase"];
+
+/// As in the general kernel's names.
+pub const SIMT_DTYPES: &[&str] = &["f32", "f64", "bf16", "f16"];
+
+/// Threads in a block of the general kernel.
+pub const SIMT_THREADS: usize = 128;
+
+/// Value columns that one block of the general kernel averages.
+pub const SIMT_PIECE: usize = 128;
+
+/// Keys in a tile of the general kernel.
+pub const SIMT_KEYS: usize = 32;
+
+/// Rows in a block of the general kernel, which accumulates in numbers of `bytes` (4, or 8 for f64).
+pub const fn simt_rows(bytes: usize) -> usize {
+    256 / bytes
+}
+
+/// Shared memory that a block of the general kernel needs, at most 93,184 bytes. `amplitude_width` is D where there is
+/// no phase.
+pub const fn simt_shared_bytes(head_width: usize, amplitude_width: usize, bytes: usize) -> usize {
+    let vector = 16 / bytes;
+    let width = amplitude_width.next_multiple_of(vector)
+        + (head_width - amplitude_width).next_multiple_of(vector);
+    let pitch = if (width / vector).is_multiple_of(2) { width + vector } else { width };
+    let stages = 2 * SIMT_KEYS * (256 + 16);
+    simt_rows(bytes) * (pitch * bytes + SIMT_KEYS * bytes + 16) + stages
+}
