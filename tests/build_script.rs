@@ -190,14 +190,18 @@ fn architecture_that_is_none_is_refused_by_name() {
 }
 
 #[test]
-fn images_of_one_virtual_architecture_share_an_option() {
+fn images_of_the_same_ptx_share_an_option() {
     let read = |list: &str| options(&parse_architectures(list).unwrap());
     assert_eq!(
-        read("sm_80,sm_90,compute_80,sm_90a"),
+        read(DEFAULT_ARCHITECTURES),
+        ["-gencode=arch=compute_80,code=[sm_80,sm_90,compute_80]"]
+    );
+    assert_eq!(
+        read("sm_90a,sm_90,compute_120,sm_89,compute_90a"),
         [
-            "-gencode=arch=compute_80,code=[sm_80,compute_80]",
-            "-gencode=arch=compute_90,code=[sm_90]",
-            "-gencode=arch=compute_90a,code=[sm_90a]",
+            "-gencode=arch=compute_90a,code=[sm_90a,compute_90a]",
+            "-gencode=arch=compute_89,code=[sm_90,sm_89]",
+            "-gencode=arch=compute_120,code=[compute_120]",
         ]
     );
 }
@@ -264,18 +268,33 @@ fn units_have_names_of_their_own_and_the_macros_of_their_tile() {
     assert_eq!(forward.source, "attend_forward.cu");
     assert_eq!(
         forward.macros[..3],
-        ["SCORE_PHASE_PRECISE=1", "WIDTH=128", "VALUES=1"]
+        [
+            "SCORE_PHASE_PRECISE=1",
+            "KERNEL_WIDTH=128",
+            "KERNEL_VALUES=1"
+        ]
     );
     let named: Vec<_> = forward
         .macros
         .iter()
         .map(|pair| pair.split('=').next().unwrap())
         .collect();
-    assert_eq!(named[3..], ["WARPS", "ROW_TILES", "KEYS", "BLOCKS"]);
+    assert_eq!(
+        named[3..],
+        [
+            "KERNEL_WARPS",
+            "KERNEL_ROW_TILES",
+            "KERNEL_KEYS",
+            "KERNEL_BLOCKS"
+        ]
+    );
     let decode = unit("attend_decode_dot_w64_v2");
     assert_eq!(decode.source, "attend_decode.cu");
-    assert_eq!(decode.macros[..3], ["SCORE_DOT=1", "WIDTH=64", "VALUES=2"]);
-    assert!(unit("attend_simt").macros.is_empty());
+    assert_eq!(
+        decode.macros[..3],
+        ["SCORE_DOT=1", "KERNEL_WIDTH=64", "KERNEL_VALUES=2"]
+    );
+    assert!(unit("attend_simt_phase").macros == ["SCORE_PHASE=1"]);
 }
 
 #[test]

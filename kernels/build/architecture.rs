@@ -76,15 +76,24 @@ fn parse_architecture(name: &str) -> Option<Architecture> {
     })
 }
 
-/// nvcc's options for these images: one for each virtual architecture, so that each is translated once.
+/// nvcc's options for these images: one for each PTX that has to be made.
+///
+/// Machine code without a letter is made from the PTX of the least architecture listed, once for all: the kernels do the
+/// same on each. With a letter it has PTX of its own, where instructions of that architecture alone are known.
 pub fn options(architectures: &[Architecture]) -> Vec<String> {
+    let plain = architectures
+        .iter()
+        .filter(|architecture| architecture.suffix.is_empty());
+    let least = plain.map(|architecture| architecture.capability).min();
     let mut groups: Vec<(String, Vec<String>)> = Vec::new();
     for architecture in architectures {
-        let virtual_name = format!("compute_{}{}", architecture.capability, architecture.suffix);
+        let shared = architecture.machine && architecture.suffix.is_empty();
+        let capability = least.filter(|_| shared).unwrap_or(architecture.capability);
+        let source = format!("compute_{capability}{}", architecture.suffix);
         let image = architecture.to_string();
-        match groups.iter_mut().find(|(name, _)| *name == virtual_name) {
+        match groups.iter_mut().find(|(name, _)| *name == source) {
             Some((_, images)) => images.push(image),
-            None => groups.push((virtual_name, vec![image])),
+            None => groups.push((source, vec![image])),
         }
     }
     groups

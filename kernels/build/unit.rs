@@ -9,6 +9,9 @@ mod tiles {
 }
 use tiles::{DecodeTile, ForwardTile, DECODE, FORWARD};
 
+/// The scores of the kernels without tensor cores.
+const SIMT: [&str; 3] = ["dot", "bias", "phase"];
+
 /// One source file with its macros.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Unit {
@@ -21,11 +24,11 @@ pub struct Unit {
 }
 
 impl Unit {
-    fn plain(name: &str, source: &'static str) -> Self {
+    fn simt(score: &str) -> Self {
         Self {
-            name: name.into(),
-            source,
-            macros: Vec::new(),
+            name: format!("attend_simt_{score}"),
+            source: "attend_simt.cu",
+            macros: vec![format!("SCORE_{}=1", score.to_uppercase())],
         }
     }
 
@@ -44,12 +47,12 @@ impl Unit {
             source: "attend_forward.cu",
             macros: vec![
                 format!("SCORE_{}=1", score.to_uppercase()),
-                format!("WIDTH={width}"),
-                format!("VALUES={values}"),
-                format!("WARPS={warps}"),
-                format!("ROW_TILES={row_tiles}"),
-                format!("KEYS={keys}"),
-                format!("BLOCKS={blocks}"),
+                format!("KERNEL_WIDTH={width}"),
+                format!("KERNEL_VALUES={values}"),
+                format!("KERNEL_WARPS={warps}"),
+                format!("KERNEL_ROW_TILES={row_tiles}"),
+                format!("KERNEL_KEYS={keys}"),
+                format!("KERNEL_BLOCKS={blocks}"),
             ],
         }
     }
@@ -67,10 +70,10 @@ impl Unit {
             source: "attend_decode.cu",
             macros: vec![
                 format!("SCORE_{}=1", score.to_uppercase()),
-                format!("WIDTH={width}"),
-                format!("VALUES={values}"),
-                format!("WARPS={warps}"),
-                format!("STAGES={stages}"),
+                format!("KERNEL_WIDTH={width}"),
+                format!("KERNEL_VALUES={values}"),
+                format!("KERNEL_WARPS={warps}"),
+                format!("KERNEL_STAGES={stages}"),
             ],
         }
     }
@@ -78,14 +81,18 @@ impl Unit {
 
 /// All units, the slowest to compile first, so that none is left running alone.
 pub fn units() -> Vec<Unit> {
-    let mut units = vec![Unit::plain("attend_simt", "attend_simt.cu")];
+    let mut units: Vec<_> = SIMT.iter().map(|score| Unit::simt(score)).collect();
     let mut forward = FORWARD.to_vec();
     forward.sort_by_key(|tile| Reverse(tile.width * tile.values));
     units.extend(forward.iter().map(Unit::forward));
     let mut decode = DECODE.to_vec();
     decode.sort_by_key(|tile| Reverse(tile.width * tile.values));
     units.extend(decode.iter().map(Unit::decode));
-    units.push(Unit::plain("attend_merge", "attend_merge.cu"));
+    units.push(Unit {
+        name: "attend_merge".into(),
+        source: "attend_merge.cu",
+        macros: Vec::new(),
+    });
     units
 }
 

@@ -3,7 +3,10 @@
 // Without the feature only `plan` and the tests ask.
 #![cfg_attr(not(feature = "cuda"), allow(dead_code))]
 
-use super::cuda::tiles::{DecodeTile, ForwardTile, DECODE, FORWARD};
+use super::cuda::tiles::{
+    simt_rows, simt_shared_bytes, DecodeTile, ForwardTile, DECODE, FORWARD, SIMT_PIECE,
+    SIMT_THREADS,
+};
 use super::problem::{saturating_product, Dims, Resolved, ResolvedScore};
 use super::{Operand, Precision, Score};
 use candle_core::{bail, DType, Result};
@@ -32,8 +35,6 @@ pub(super) struct Demand {
     pub dims: Dims,
     pub dtype: DType,
     pub score: ScoreKind,
-    /// Of the GPU.
-    pub compute_capability: (u32, u32),
 }
 
 /// A score without its numbers.
@@ -66,12 +67,11 @@ impl ScoreKind {
 }
 
 impl Demand {
-    pub fn of(call: &Resolved, dtype: DType, compute_capability: (u32, u32)) -> Self {
+    pub fn of(call: &Resolved, dtype: DType) -> Self {
         Self {
             dims: call.dims,
             dtype,
             score: ScoreKind::of_resolved(&call.score, call.precision),
-            compute_capability,
         }
     }
 }
@@ -192,20 +192,18 @@ fn best(kernels: impl Iterator<Item = Kernel>, demand: &Demand) -> Option<Kernel
 }
 
 impl Kernel {
-    /// What is padded and what is done twice, in order of weight; `None` where the call does not fit the tile or the
-    /// tile not the GPU.
+    /// What is padded and what is done twice, in order of weight; `None` where the call does not fit the tile.
     fn cost(&self, demand: &Demand) -> Option<[usize; 3]> {
         let Dims { d, e, .. } = demand.dims;
-        let (score, width, values, shared_bytes) = match self {
-            Self::Forward(x) => (x.score, x.width, x.values, forward_shared_bytes(x)),
-            Self::Decode(x) => (x.score, x.width, x.values, decode_shared_bytes(x)),
+        let (score, width, values) = match self {
+            Self::Forward(x) => (x.score, x.width, x.values),
+            Self::Decode(x) => (x.score, x.width, x.values),
             Self::Simt(_) => return None,
         };
         let precise = matches!(self, Self::Decode(_));
         let fits = score == score_name(demand.score, precise)
             && width_needed(demand.score, d) <= width
-            && e <= 2 * width
-            && shared_bytes <= shared_limit(demand.compute_capability);
+            && e <= 2 * width;
         fits.then_some([width, pieces(e, width, values), values])
     }
 }
@@ -236,34 +234,11 @@ fn pieces(e: usize, width: usize, values: usize) -> usize {
     e.div_ceil(width * values)
 }
 
-/// Shared memory that one block may ask for, in bytes (CUDA programming guide, technical specifications).
-fn shared_limit(compute_capability: (u32, u32)) -> usize {
-    let kib = match compute_capability {
-        (8, 0 | 7) => 163,
-        (9..=11, _) => 227,
-        _ => 99,
-    };
-    kib << 10
-}
-
-/// Bytes from one row of a tile to the next in shared memory.
-fn pitch(width: usize) -> usize {
-    2 * width + 16
-}
-
 /// The queries, a tile of keys and one of values.
 fn forward_shared_bytes(tile: &ForwardTile) -> usize {
-    (query_tile(tile) + tile.keys * (1 + tile.values)) * pitch(tile.width)
-}
-
-/// The queries, and for each warp its tiles of keys and values and what is known of them.
-fn decode_shared_bytes(tile: &DecodeTile) -> usize {
-    const KEYS: usize = 16;
-    /// Position and segment of each key, and which are read.
-    const NOTES: usize = 8 * KEYS + 16;
-    let tiles = tile.warps * tile.stages;
-    let rows = DECODED_ROWS + tiles * KEYS * (1 + tile.values);
-    rows * pitch(tile.width) + tiles * NOTES
+    // Rows have 16 bytes more, so that those of one column lie in different banks.
+    let pitch = 2 * tile.width + 16;
+    (query_tile(tile) + tile.keys * (1 + tile.values)) * pitch
 }
 
 /// Queries in a tile of the forward kernel.
@@ -284,12 +259,12 @@ pub(super) struct Launch {
 impl Launch {
     /// # Errors
     /// When there are more blocks than a grid can hold.
-    fn new(blocks: usize, pieces: usize, warps: usize, shared_bytes: usize) -> Result<Self> {
+    fn new(blocks: usize, pieces: usize, threads: usize, shared_bytes: usize) -> Result<Self> {
         let fits = |x: usize, limit: u32| u32::try_from(x).ok().filter(|x| *x <= limit);
         match (fits(blocks, i32::MAX as u32), fits(pieces, u16::MAX.into())) {
             (Some(blocks), Some(pieces)) => Ok(Self {
                 grid: [blocks, pieces, 1],
-                block: 32 * warps as u32,
+                block: threads as u32,
                 shared_bytes: shared_bytes as u32,
             }),
             _ => bail!("attend: {blocks} blocks are more than a GPU's grid holds"),
@@ -302,7 +277,7 @@ impl Launch {
         Self::new(
             saturating_product([tiles, dims.h, dims.b]),
             pieces(dims.e, tile.width, tile.values),
-            tile.warps,
+            32 * tile.warps,
             forward_shared_bytes(tile),
         )
     }
@@ -312,77 +287,37 @@ impl Launch {
         Self::new(
             saturating_product([split.parts, split.row_blocks, dims.g, dims.b]),
             pieces(dims.e, tile.width, tile.values),
-            tile.warps,
-            decode_shared_bytes(tile),
+            32 * tile.warps,
+            tile.shared_bytes(),
         )
     }
 
     /// One block for each query of each head merges its parts, queries fastest.
     pub fn merge(dims: &Dims) -> Result<Self> {
-        const WARPS: usize = 8;
-        Self::new(saturating_product([dims.t, dims.h, dims.b]), 1, WARPS, 0)
+        const THREADS: usize = 256;
+        Self::new(saturating_product([dims.t, dims.h, dims.b]), 1, THREADS, 0)
     }
 
     /// One block for each tile of rows of each key/value head, tiles fastest.
     pub fn simt(dims: &Dims, dtype: DType, amp_dim: Option<usize>) -> Result<Self> {
-        let block = SimtBlock::of(dtype);
         Self::new(
-            saturating_product([block.tiles(dims), dims.g, dims.b]),
-            dims.e.div_ceil(SimtBlock::VALUE_COLUMNS),
-            SimtBlock::WARPS,
-            block.shared_bytes(dims.d, amp_dim),
+            saturating_product([simt_tiles(dims, dtype), dims.g, dims.b]),
+            dims.e.div_ceil(SIMT_PIECE),
+            SIMT_THREADS,
+            simt_shared_bytes(dims.d, amp_dim.unwrap_or(dims.d), accumulator_bytes(dtype)),
         )
     }
 }
 
-/// What a block of the kernel without tensor cores works on; elements of f32, or f64.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct SimtBlock {
-    /// Queries times heads of a group.
-    rows: usize,
-    element_bytes: usize,
+/// Tiles of rows in a key/value head, for the kernel without tensor cores.
+pub(super) fn simt_tiles(dims: &Dims, dtype: DType) -> usize {
+    rows(dims).div_ceil(simt_rows(accumulator_bytes(dtype)))
 }
 
-impl SimtBlock {
-    const WARPS: usize = 4;
-    const KEYS: usize = 32;
-    /// Columns of the values that a block averages.
-    const VALUE_COLUMNS: usize = 128;
-    /// Shared memory is read this many bytes at a time.
-    const VECTOR_BYTES: usize = 16;
-    /// Of each key, in a stage of keys or values.
-    const STAGE_BYTES: usize = 256;
-
-    pub fn of(dtype: DType) -> Self {
-        let (rows, element_bytes) = match dtype {
-            DType::F64 => (32, 8),
-            _ => (64, 4),
-        };
-        Self {
-            rows,
-            element_bytes,
-        }
-    }
-
-    /// Tiles of rows in a key/value head.
-    pub fn tiles(&self, dims: &Dims) -> usize {
-        rows(dims).div_ceil(self.rows)
-    }
-
-    /// The queries, two stages of keys or values, the weights; rows a vector longer where that keeps them in
-    /// different banks.
-    fn shared_bytes(&self, d: usize, amp_dim: Option<usize>) -> usize {
-        let bytes =
-            |elements: usize| (elements * self.element_bytes).next_multiple_of(Self::VECTOR_BYTES);
-        let amplitude = amp_dim.unwrap_or(d);
-        let width = bytes(amplitude) + bytes(d - amplitude);
-        let pitch = match width / Self::VECTOR_BYTES % 2 {
-            0 => width + Self::VECTOR_BYTES,
-            _ => width,
-        };
-        let stages = 2 * Self::KEYS * (Self::STAGE_BYTES + Self::VECTOR_BYTES);
-        let weights = Self::KEYS * self.element_bytes + Self::VECTOR_BYTES;
-        self.rows * (pitch + weights) + stages
+fn accumulator_bytes(dtype: DType) -> usize {
+    match dtype {
+        DType::F64 => size_of::<f64>(),
+        _ => size_of::<f32>(),
     }
 }
 
@@ -556,7 +491,6 @@ mod tests {
     use super::*;
     use crate::positions::Positions;
 
-    const HOPPER: (u32, u32) = (9, 0);
     const HALVES: [DType; 2] = [DType::BF16, DType::F16];
 
     fn dims([b, h, g, t, s, d, e]: [usize; 7]) -> Dims {
@@ -577,7 +511,6 @@ mod tests {
             dims: dims([2, 8, 2, t, 1000, d, e]),
             dtype: DType::BF16,
             score,
-            compute_capability: HOPPER,
         }
     }
 
@@ -729,38 +662,30 @@ mod tests {
         Ok(())
     }
 
+    /// Of compute capabilities 8.6, 8.9 and 12.0, which have the least (CUDA programming guide).
+    const LEAST_SHARED_BYTES: usize = 99 << 10;
+
     #[test]
-    fn shared_memory_of_every_kernel_fits_some_gpu_and_of_forward_all() {
+    fn shared_memory_of_every_kernel_fits_every_gpu() {
         for (kernel, _) in tiles_with_calls() {
-            let (bytes, limit) = match kernel {
-                Kernel::Forward(tile) => (forward_shared_bytes(&tile), shared_limit((8, 6))),
-                Kernel::Decode(tile) => (decode_shared_bytes(&tile), shared_limit((8, 0))),
+            let bytes = match kernel {
+                Kernel::Forward(tile) => forward_shared_bytes(&tile),
+                Kernel::Decode(tile) => tile.shared_bytes(),
                 Kernel::Simt(_) => continue,
             };
-            assert!(bytes <= limit, "{kernel:?}: {bytes}");
+            assert!(bytes <= LEAST_SHARED_BYTES, "{kernel:?}: {bytes}");
         }
-        for dtype in [DType::F32, DType::F64, DType::BF16, DType::F16] {
+        for bytes in [4, 8] {
             for d in 1..=WIDEST_HEAD {
-                for amp_dim in [None, Some(1), Some(d / 2), Some(d - 1)] {
-                    let bytes = SimtBlock::of(dtype).shared_bytes(d, amp_dim);
+                for amp_dim in [1, d / 2, d - 1, d] {
+                    let shared = simt_shared_bytes(d, amp_dim, bytes);
                     assert!(
-                        bytes <= shared_limit((8, 6)),
-                        "{dtype:?} {d} {amp_dim:?}: {bytes}"
+                        shared <= LEAST_SHARED_BYTES,
+                        "{bytes} {d} {amp_dim}: {shared}"
                     );
                 }
             }
         }
-    }
-
-    #[test]
-    fn gpu_without_the_shared_memory_for_it_decodes_on_the_forward_kernel() {
-        let wide = demand([256, 256], 1, ScoreKind::Dot);
-        assert!(entry(wide).starts_with("attend_decode_dot_w256"));
-        let small = Demand {
-            compute_capability: (8, 9),
-            ..wide
-        };
-        assert!(entry(small).starts_with("attend_forward_dot_w256"));
     }
 
     #[test]
@@ -769,9 +694,9 @@ mod tests {
             for t in [1, 31, 32, 33, 129] {
                 let dims = dims([2, 6, 2, t, 50, 40, 300]);
                 let [x, y, z] = Launch::simt(&dims, dtype, None)?.grid;
-                let block = SimtBlock::of(dtype);
-                let rows = x as usize / 4 * block.rows;
-                assert!(rows >= 3 * t && rows - 3 * t < block.rows);
+                let block_rows = simt_rows(accumulator_bytes(dtype));
+                let rows = x as usize / 4 * block_rows;
+                assert!(rows >= 3 * t && rows - 3 * t < block_rows);
                 assert_eq!((y, z), (3, 1));
             }
         }

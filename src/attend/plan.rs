@@ -160,7 +160,6 @@ fn cuda_plan(
         dims: *dims,
         dtype: problem.dtype,
         score,
-        compute_capability,
     })?;
     let copied = [("q", problem.q), ("k", problem.k), ("v", problem.v)]
         .into_iter()

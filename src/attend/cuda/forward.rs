@@ -8,7 +8,7 @@ use super::tiles::{DecodeTile, ForwardTile};
 use super::tokens::{list, wide_list, DeviceList, WideList};
 use crate::attend::launch::{
     self, dtype_name, keys_in_sight, log2_factor, window_of_32_bits, Demand, Kernel, Launch,
-    ScoreKind, SimtBlock, Split,
+    ScoreKind, Split,
 };
 use crate::attend::placement::Frame;
 use crate::attend::problem::{saturating_product, Dims, Resolved, ResolvedScore};
@@ -19,9 +19,7 @@ use candle_core::cuda_backend::cudarc::driver::{
     sys, CudaSlice, CudaStream, DevicePtr, DevicePtrMut, DeviceRepr, SyncOnDrop,
 };
 use candle_core::cuda_backend::CudaDType;
-use candle_core::{
-    bail, CudaDevice, CudaStorage, DType, Device, Error, Layout, Result, Tensor, WithDType,
-};
+use candle_core::{bail, CudaDevice, CudaStorage, DType, Error, Layout, Result, Tensor, WithDType};
 use half::{bf16, f16};
 use std::sync::Arc;
 
@@ -35,10 +33,10 @@ pub(in crate::attend) fn compute_capability(device: &CudaDevice) -> Result<(u32,
 /// The inputs, copied where the kernel cannot read them where they lie. Copies pass gradients on.
 pub(in crate::attend) fn readable(inputs: [&Tensor; 3], call: &Resolved) -> Result<[Tensor; 3]> {
     let [q, k, v] = inputs;
-    let Device::Cuda(device) = q.device() else {
+    if !q.device().is_cuda() {
         return Ok([q.clone(), k.clone(), v.clone()]);
-    };
-    let kernel = choose(call, q.dtype(), device)?;
+    }
+    let kernel = choose(call, q.dtype())?;
     let read = |x: &Tensor| match operand_of(x.layout())? {
         operand if kernel.needs_copy(&operand, x.dtype()) => x.force_contiguous(),
         _ => Ok(x.clone()),
@@ -46,9 +44,8 @@ pub(in crate::attend) fn readable(inputs: [&Tensor; 3], call: &Resolved) -> Resu
     Ok([read(q)?, read(k)?, read(v)?])
 }
 
-fn choose(call: &Resolved, dtype: DType, device: &CudaDevice) -> Result<Kernel> {
-    let demand = Demand::of(call, dtype, compute_capability(device)?);
-    match Kernel::choose(&demand) {
+fn choose(call: &Resolved, dtype: DType) -> Result<Kernel> {
+    match Kernel::choose(&Demand::of(call, dtype)) {
         Ok(kernel) => Ok(kernel),
         Err(reason) => bail!("attend: {reason}"),
     }
@@ -180,7 +177,7 @@ struct Job<'a> {
 
 impl Job<'_> {
     fn launch(&self) -> Result<()> {
-        let kernel = choose(self.call, self.dtype, self.device)?;
+        let kernel = choose(self.call, self.dtype)?;
         // Positions beyond 32 bits are left to the kernel that knows 64.
         let (kernel, frame) = match (kernel, Frame::of(self.call)) {
             (Kernel::Simt(_), _) | (_, None) => (self.simt(), None),
@@ -391,7 +388,7 @@ impl Job<'_> {
             amplitude_width: narrow(amp_dim.unwrap_or(0))?,
             value_width: narrow(e)?,
             causal: self.call.causal.into(),
-            tiles: narrow(SimtBlock::of(self.dtype).tiles(&self.call.dims))?,
+            tiles: narrow(launch::simt_tiles(&self.call.dims, self.dtype))?,
         };
         let shape = Launch::simt(&self.call.dims, self.dtype, amp_dim)?;
         // SAFETY: as in `forward`.
