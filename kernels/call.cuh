@@ -61,3 +61,35 @@ struct ForwardCall {
     // Decode: (B,G,row blocks,parts,16,E) and (B,G,row blocks,parts,16), f32: each part's average and log2-sum-exp.
     float *part_out, *part_lse;
 };
+
+// Where queries or keys stand, for the general kernel: absolute positions; a negative one is padding.
+struct SimtTokens {
+    const int64_t *positions; // (1|B, len), or null: a span, start, start + 1, ...
+    const int64_t *segments;  // (1|B, len), or null: one segment
+    int64_t batch;            // tokens from one row of both to the next, 0 where one serves all
+    int64_t start;
+    int64_t len;
+};
+
+// Scores are in natural units: the weights are exp(score - greatest score).
+struct SimtCall {
+    Operand q, k, v;
+    void *out;             // (B,H,T,E) without gaps
+    void *lse;             // (B,H,T), f64 where q is, else f32; or null
+    SimtTokens queries, keys;
+    double scale;          // of any sign
+    const double *slopes;  // bias: (H)
+    const float2 *turns;   // phase, unless f64: as in ScoreCall
+    double alpha, phase_scale;
+    int64_t window;        // positions a query sees, its own included; INT64_MAX for all
+    int reach;             // distances below it are in `turns`
+    int heads, group;      // H and H/G
+    int head_width;        // D
+    int amplitude_width;   // phase: width of the amplitude part
+    int value_width;       // E
+    int causal;
+    int tiles;             // of rows (token * group + head in group) in a key/value head
+};
+
+static_assert(sizeof(Operand) == 32 && sizeof(SimtTokens) == 40, "call.rs mirrors these");
+static_assert(sizeof(SimtCall) == 272, "call.rs mirrors this");

@@ -71,29 +71,81 @@ pub struct DecodeTile {
     pub warps: usize,
     /// Tiles of 16 keys that each warp has under way.
     pub stages: usize,
+    /// Blocks that must fit one multiprocessor together: bounds the registers. Compute capability 9.0 has the shared
+    /// memory for them.
+    pub blocks: usize,
 }
 
-const fn decode(score: &'static str, [width, values, warps, stages]: [usize; 4]) -> DecodeTile {
+const fn decode(
+    score: &'static str,
+    [width, values, warps, stages, blocks]: [usize; 5],
+) -> DecodeTile {
     DecodeTile {
         score,
         width,
         values,
         warps,
         stages,
+        blocks,
+    }
+}
+
+impl DecodeTile {
+    /// Shared memory that a block needs: the queries, and for each warp and stage keys, values and what is known of
+    /// them. At most 83,552 bytes.
+    pub const fn shared_bytes(&self) -> usize {
+        let tile = 16 * (2 * self.width + 16);
+        tile + self.warps * self.stages * ((1 + self.values) * tile + 144)
     }
 }
 
 /// Narrow before wide, for each score.
 pub const DECODE: &[DecodeTile] = &[
-    decode("dot", [64, 1, 4, 4]),
-    decode("dot", [64, 2, 4, 4]),
-    decode("dot", [128, 1, 4, 3]),
-    decode("dot", [128, 2, 4, 2]),
-    decode("dot", [256, 1, 4, 2]),
-    decode("bias", [64, 1, 4, 4]),
-    decode("bias", [128, 1, 4, 3]),
-    decode("bias", [256, 1, 4, 2]),
-    decode("phase_precise", [64, 1, 4, 4]),
-    decode("phase_precise", [128, 1, 4, 3]),
-    decode("phase_precise", [256, 1, 4, 2]),
+    decode("dot", [64, 1, 4, 3, 3]),
+    decode("dot", [64, 2, 4, 2, 3]),
+    decode("dot", [128, 1, 4, 2, 3]),
+    decode("dot", [128, 2, 3, 2, 2]),
+    decode("dot", [256, 1, 2, 2, 3]),
+    decode("bias", [64, 1, 4, 3, 3]),
+    decode("bias", [128, 1, 4, 2, 3]),
+    decode("bias", [256, 1, 2, 2, 3]),
+    decode("phase_precise", [64, 1, 4, 3, 3]),
+    decode("phase_precise", [128, 1, 4, 2, 3]),
+    decode("phase_precise", [256, 1, 2, 2, 3]),
 ];
+
+/// Scores of the general kernel, each compiled for the dtypes of [`SIMT_DTYPES`]. Its grid: x = row blocks × G × B with
+/// [`simt_rows`] rows (queries × heads of a group) in a block, y = pieces of [`SIMT_PIECE`] value columns.
+pub const SIMT_SCORES: &[&str] = &["dot", "bias", "phase"];
+
+/// As in the general kernel's names.
+pub const SIMT_DTYPES: &[&str] = &["f32", "f64", "bf16", "f16"];
+
+/// Threads in a block of the general kernel.
+pub const SIMT_THREADS: usize = 128;
+
+/// Value columns that one block of the general kernel averages.
+pub const SIMT_PIECE: usize = 128;
+
+/// Keys in a tile of the general kernel.
+pub const SIMT_KEYS: usize = 32;
+
+/// Rows in a block of the general kernel, which accumulates in numbers of `bytes` (4, or 8 for f64).
+pub const fn simt_rows(bytes: usize) -> usize {
+    256 / bytes
+}
+
+/// Shared memory that a block of the general kernel needs, at most 93,184 bytes. `amplitude_width` is D where there is
+/// no phase.
+pub const fn simt_shared_bytes(head_width: usize, amplitude_width: usize, bytes: usize) -> usize {
+    let vector = 16 / bytes;
+    let width = amplitude_width.next_multiple_of(vector)
+        + (head_width - amplitude_width).next_multiple_of(vector);
+    let pitch = if (width / vector).is_multiple_of(2) {
+        width + vector
+    } else {
+        width
+    };
+    let stages = 2 * SIMT_KEYS * (256 + 16);
+    simt_rows(bytes) * (pitch * bytes + SIMT_KEYS * bytes + 16) + stages
+}
