@@ -25,6 +25,10 @@ pub fn tests() -> Vec<Test> {
             "scores_far_below_any_sentinel_give_uniform_weights_k4",
             low_scores,
         ),
+        test(
+            "scores_beyond_the_precision_of_f32_stay_finite_k4",
+            enormous_scores,
+        ),
         test("fully_masked_rows_give_zero_k5_k7", masked_rows),
         test(
             "unused_cache_slots_of_nan_are_never_read_k9",
@@ -226,34 +230,44 @@ fn rows_without_keys(target: &Target, report: &mut Report) -> Result<()> {
 }
 
 fn low_scores(target: &Target, report: &mut Report) -> Result<()> {
+    for score in [-1e5, -4e4, 1e5, -1e7] {
+        equal_scores(target, score, report)?;
+    }
+    Ok(())
+}
+
+/// Where neighbouring numbers of f32 are further apart than any weight can tell.
+fn enormous_scores(target: &Target, report: &mut Report) -> Result<()> {
+    for score in [-1e10, 1e10, -1e30, 1e30] {
+        equal_scores(target, score, report)?;
+    }
+    Ok(())
+}
+
+fn equal_scores(target: &Target, score: f64, report: &mut Report) -> Result<()> {
     for (t, s) in [(3, 70), (40, 70)] {
-        for score in [-1e5, -4e4, 1e5, -1e30] {
-            for dtype in [DType::F64, DType::F32, DType::BF16] {
-                let dims = Dims {
-                    t,
-                    s,
-                    ..Dims::square(1, 1, 0, 16)
-                };
-                let call = Call {
-                    scale: Some(1.),
-                    ..Call::new(dims)
-                };
-                let normal = Inputs::new(dims, Fill::Normal, 14, dtype);
-                let first = |x: f64| move |i| if i % 16 == 0 { x } else { 0. };
-                let inputs = Inputs {
-                    q: (0..t * 16).map(first(1.)).collect(),
-                    k: (0..s * 16).map(first(round_to(dtype, score))).collect(),
-                    ..normal
-                };
-                let got = target.check(&call, &inputs, Manner::of(dtype), report)?;
-                let mean: f64 = inputs.v.iter().step_by(16).sum::<f64>() / s as f64;
-                let allowed = 2. * unit_roundoff(dtype) + 1e-6;
-                report.compare(
-                    format!("mean at score {score}"),
-                    (got.out[0] - mean).abs(),
-                    allowed,
-                );
-            }
+        for dtype in [DType::F64, DType::F32, DType::BF16] {
+            let dims = Dims {
+                t,
+                s,
+                ..Dims::square(1, 1, 0, 16)
+            };
+            let call = Call {
+                scale: Some(1.),
+                ..Call::new(dims)
+            };
+            let normal = Inputs::new(dims, Fill::Normal, 14, dtype);
+            let first = |x: f64| move |i| if i % 16 == 0 { x } else { 0. };
+            let inputs = Inputs {
+                q: (0..t * 16).map(first(1.)).collect(),
+                k: (0..s * 16).map(first(round_to(dtype, score))).collect(),
+                ..normal
+            };
+            let got = target.check(&call, &inputs, Manner::of(dtype), report)?;
+            let mean: f64 = inputs.v.iter().step_by(16).sum::<f64>() / s as f64;
+            let allowed = 2. * unit_roundoff(dtype) + 1e-6;
+            let error = (got.out[0] - mean).abs();
+            report.compare(format!("mean at score {score} {dtype:?}"), error, allowed);
         }
     }
     Ok(())

@@ -155,7 +155,7 @@ impl Target {
             .entry(plan.kernel.clone())
             .or_default() += 1;
         if self.is_gpu() {
-            report.check(is_fused_cuda(plan.path), || {
+            report.check(plan.path == Path::FusedCuda, || {
                 format!("{q:?} {k:?} {v:?} takes another path: {plan}")
             });
         }
@@ -347,9 +347,4 @@ pub fn describe(call: &Call, manner: Manner) -> String {
         text += &format!(" {:?}", manner.storages);
     }
     text
-}
-
-/// Whether our kernels for NVIDIA GPUs run.
-pub fn is_fused_cuda(path: Path) -> bool {
-    format!("{path:?}") == "FusedCuda"
 }
