@@ -174,17 +174,18 @@ template <class T_, class Score_, int WIDTH_, int VALUES_, int WARPS_, int ROW_T
     // The last tile of keys that the block may see; -1 if there is none.
     DEVICE int last_tile() const {
         int tile = (call.keys.len - 1) / KEYS;
-        if (call.keys.list || !call.causal) return tile;
-        int ahead = block.rows.last - call.keys.start;
-        return ahead < 0 ? -1 : min(tile, ahead / KEYS);
+        if (call.keys.list) return tile;
+        int64_t last = (int64_t)block.rows.last - call.keys.start + (call.causal ? 0 : call.window - 1);
+        return last < 0 ? -1 : (int)min((int64_t)tile, last / KEYS);
     }
 
-    // The next tile that is seen, from `tile` downwards; -1 if there is none.
+    // The next tile that is seen, from `tile` downwards; -1 if there is none. A lane looks at a tile.
     DEVICE int seen_from(int tile) const {
-        for (; tile >= 0; tile--) {
-            TileBounds keys = keys_of(tile);
-            if (sight(call, block.rows, keys, false) != NONE) return tile;
-            if (!call.keys.list && block.rows.first - keys.last >= call.window) return -1;
+        for (; tile >= 0; tile -= 32) {
+            bool seen = tile >= lane && sight(call, block.rows, keys_of(tile - lane), false) != NONE;
+            unsigned found = __ballot_sync(WARP, seen);
+            if (found) return tile - (__ffs(found) - 1);
+            if (!call.keys.list && block.rows.first - keys_of(tile).last >= call.window) return -1;
         }
         return -1;
     }
@@ -224,20 +225,22 @@ template <class T_, class Score_, int WIDTH_, int VALUES_, int WARPS_, int ROW_T
     // Cosines of the phases, in place, of a tile in which positions run on.
     DEVICE void near_cosines(Products &phases, int ahead) const {
         // Rows 8 apart at keys 8 apart are as far from each other: one entry serves both.
-        constexpr int ENTRIES = KEY_BLOCKS + HALVES - 1;
         const float2 *turns = call.score.turns + call.score.reach + ahead;
-        float2 entries[ENTRIES];
+        float2 entries[HALVES];
 #pragma unroll
-        for (int i = 0; i < ENTRIES; i++) entries[i] = __ldg(turns + 8 * (i - KEY_BLOCKS + 1));
+        for (int a = 0; a < HALVES; a++) entries[a] = __ldg(turns + 8 * a);
 #pragma unroll
-        for (int i = 0; i < KEY_BLOCKS; i++)
+        for (int i = 0; i < KEY_BLOCKS; i++) {
 #pragma unroll
             for (int a = 0; a < HALVES; a++) {
-                float2 entry = entries[a - i + KEY_BLOCKS - 1];
                 float *pair = &phases[a / 2][i][a % 2 * 2];
-                pair[0] = Score::cos_turns(entry.x, pair[0]);
-                pair[1] = Score::cos_turns(entry.y, pair[1]);
+                pair[0] = Score::cos_turns(entries[a].x, pair[0]);
+                pair[1] = Score::cos_turns(entries[a].y, pair[1]);
             }
+#pragma unroll
+            for (int a = HALVES - 1; a > 0; a--) entries[a] = entries[a - 1];
+            entries[0] = __ldg(turns - 8 * (i + 1));
+        }
     }
 
     // Writes the tokens of a tile to shared memory, for `look_up`.

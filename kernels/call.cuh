@@ -61,3 +61,7 @@ struct ForwardCall {
     // Decode: (B,G,row blocks,parts,16,E) and (B,G,row blocks,parts,16), f32: each part's average and log2-sum-exp.
     float *part_out, *part_lse;
 };
+
+// The same numbers stand in `call.rs`.
+static_assert(sizeof(Operand) == 32 && sizeof(TileBounds) == 32 && sizeof(Tokens) == 40, "");
+static_assert(sizeof(ScoreCall) == 40 && sizeof(ForwardCall) == 312, "");
