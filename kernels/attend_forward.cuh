@@ -1,0 +1,476 @@
+// Softmax attention, forward, on the tensor cores of compute capability 8.0 and later.
+//
+// A block averages the values for ROWS queries of one head; each of its warps holds ROW_TILES tiles of 16 of them. It
+// walks over tiles of KEYS keys, from the last that its queries can see down to the first:
+//
+//     wait for the keys | start copying this tile's values
+//     products of queries and keys (for the phase: the phase part, its cosine, then the amplitude part)
+//     wait for the values | start copying the next tile's keys
+//     scores, greatest score, weights, weights times values
+//
+// so that each copy runs behind arithmetic, and with one buffer for keys and one for values two blocks fit a
+// multiprocessor. Tiles that no query of the block can see are not read. Where every query sees every key and positions
+// run on, distances come from the place in the tile and nothing is masked; other tiles look up both tokens of a pair.
+//
+// The softmax is online (Milakov and Gimelshein, arXiv 1805.02867): weights are 2^(score - reference), and the
+// reference of a row follows its greatest score only when that is 8 above, 256-fold in weight: sums and averages are
+// then rescaled. f32 holds the sums and bf16 and f16 the weights just as exactly, whatever the reference.
+//
+// Registers hold products as mma.m16n8k16 leaves them: element e of block i of row tile r is at row
+// 16 r + 8 (e / 2) + lane / 4 of the warp and at key 8 i + 2 (lane % 4) + e % 2. The weights are just so the left operand
+// of the second product. Below, `a` = 2 r + e / 2 counts the rows of a thread.
+//
+// Shared memory holds rows of `PITCH` = 2 WIDTH + 16 bytes: with an odd number of 16-byte chunks in a row, eight rows of
+// one column lie in different banks. The result does not depend on the order in which blocks run.
+#pragma once
+#include "score.cuh"
+#include "tokens.cuh"
+
+constexpr unsigned WARP = 0xffffffff;
+constexpr float RESCALE_FROM = 8.f; // in log2
+
+// The least or greatest over the four threads that share a row.
+DEVICE float greatest_of_row(float x) {
+    x = fmaxf(x, __shfl_xor_sync(WARP, x, 1));
+    return fmaxf(x, __shfl_xor_sync(WARP, x, 2));
+}
+
+DEVICE float sum_of_row(float x) {
+    x += __shfl_xor_sync(WARP, x, 1);
+    return x + __shfl_xor_sync(WARP, x, 2);
+}
+
+// What all threads of a block know. It lies in shared memory, for registers are full of products and averages.
+template <class T> struct Block {
+    int batch, head, piece, first_row;
+    const T *k, *v[2];
+    int64_t v_stride[2];
+    TileBounds rows;
+};
+
+template <class T_, class Score_, int WIDTH_, int VALUES_, int WARPS_, int ROW_TILES_, int KEYS_> struct ForwardKernel {
+    using T = T_;
+    using Score = Score_;
+    static constexpr int WIDTH = WIDTH_, VALUES = VALUES_, WARPS = WARPS_, ROW_TILES = ROW_TILES_, KEYS = KEYS_;
+    static constexpr int THREADS = 32 * WARPS;
+    static constexpr int WARP_ROWS = 16 * ROW_TILES;
+    static constexpr int ROWS = WARPS * WARP_ROWS;
+    static constexpr int PITCH = 2 * WIDTH + 16;
+    static constexpr int CHUNKS = WIDTH / 8; // of 16 bytes
+    static constexpr int KEY_BLOCKS = KEYS / 8;
+    static constexpr int COLUMN_BLOCKS = WIDTH / 8;
+    static constexpr int STEPS = WIDTH / 16;
+    static constexpr int HALVES = 2 * ROW_TILES; // rows of a thread
+
+    using Products = float[ROW_TILES][KEY_BLOCKS][4];
+
+    const ForwardCall &call;
+    const Block<T> &block;
+    uint8_t *const shared;  // (ROWS + KEYS + VALUES * KEYS, PITCH): queries, keys, values
+    int2 *const key_tokens; // (KEYS): position and segment
+    const int thread, lane, warp;
+    Score score;
+
+    float sums[HALVES], references[HALVES];
+    float averages[VALUES][ROW_TILES][COLUMN_BLOCKS][4];
+
+    DEVICE ForwardKernel(const ForwardCall &call, const Block<T> &block, uint8_t *shared, int2 *key_tokens)
+        : call(call), block(block), shared(shared), key_tokens(key_tokens), thread(threadIdx.x),
+          lane(threadIdx.x % 32), warp(threadIdx.x / 32), score(call, block.head) {}
+
+    DEVICE uint32_t q_tile() const { return shared_address(shared); }
+    DEVICE uint32_t k_tile() const { return q_tile() + ROWS * PITCH; }
+    DEVICE uint32_t v_tile() const { return k_tile() + KEYS * PITCH; }
+    DEVICE int warp_row() const { return warp * WARP_ROWS; }
+    // The first of the thread's queries.
+    DEVICE int first_query() const { return block.first_row + warp_row() + lane / 4; }
+    DEVICE int value_columns(int i) const { return min(WIDTH, call.value_width - WIDTH * (block.piece + i)); }
+
+    static DEVICE void describe(Block<T> &block, const ForwardCall &call) {
+        int row = blockIdx.x / call.tiles;
+        block.batch = row / call.heads;
+        block.head = row % call.heads;
+        block.piece = blockIdx.y;
+        // Queries near the end see the most keys: they go first.
+        block.first_row = (call.tiles - 1 - (int)(blockIdx.x % call.tiles)) * ROWS;
+        int kv_head = block.head / call.group;
+        block.k = at(call.k, block.batch, kv_head);
+        for (int i = 0; i < VALUES; i++) {
+            const Operand &values = call.v[block.piece + i];
+            block.v[i] = at(values, block.batch, kv_head);
+            block.v_stride[i] = values.token;
+        }
+        block.rows = tile_bounds(call.queries, block.batch, block.first_row, ROWS);
+    }
+
+    static DEVICE const T *at(const Operand &operand, int batch, int head) {
+        return (const T *)operand.data + batch * operand.batch + head * operand.head;
+    }
+
+    // Column of q or k that belongs at the start of a chunk, or -1: the phase's two parts have half the width each.
+    DEVICE int source_column(int chunk) const {
+        if (!Score::PHASE) return 8 * chunk < call.head_width ? 8 * chunk : -1;
+        if (chunk < CHUNKS / 2) return 8 * chunk < call.amplitude_width ? 8 * chunk : -1;
+        int column = call.amplitude_width + 8 * (chunk - CHUNKS / 2);
+        return column < call.head_width ? column : -1;
+    }
+
+    // Copies rows `first` .. `first + COUNT` of a tile, with zeros for those from `count` on. A row is copied by
+    // `ROW_THREADS` threads; `column(chunk)` is where a chunk comes from, below 0 for zeros, and `may_read(row)` the rest
+    // that has to hold.
+    template <int COUNT, class Column, class MayRead>
+    DEVICE void copy_rows(uint32_t to, const T *from, int64_t stride, int first, int count, Column column,
+                          MayRead may_read) const {
+        constexpr int ROW_THREADS = CHUNKS % 8 == 0 ? 8 : 4, PASS_ROWS = THREADS / ROW_THREADS;
+        static_assert(CHUNKS % ROW_THREADS == 0 && COUNT % PASS_ROWS == 0, "threads share the copy evenly");
+        int row = first + thread / ROW_THREADS, first_chunk = thread % ROW_THREADS;
+        const T *source = from + row * stride;
+        to += thread / ROW_THREADS * PITCH + first_chunk * 16;
+#pragma unroll
+        for (int pass = 0; pass < COUNT / PASS_ROWS; pass++) {
+            bool read_row = row < count && may_read(row);
+#pragma unroll
+            for (int i = 0; i < CHUNKS; i += ROW_THREADS) {
+                int offset = column(first_chunk + i);
+                copy_async(to + i * 16, source + offset, read_row && offset >= 0);
+            }
+            row += PASS_ROWS;
+            source += PASS_ROWS * stride;
+            to += PASS_ROWS * PITCH;
+        }
+    }
+
+    // Starts copying a tile of q or k.
+    template <int COUNT> DEVICE void copy_operand(uint32_t to, const T *from, int64_t stride, int first, int count) const {
+        copy_rows<COUNT>(
+            to, from, stride, first, count, [&](int chunk) { return source_column(chunk); },
+            [](int) { return true; });
+    }
+
+    // Starts copying a tile of values. Padding is not read: 0 times NaN would be NaN.
+    DEVICE void copy_values(int first, bool padding) const {
+#pragma unroll
+        for (int i = 0; i < VALUES; i++) {
+            int columns = value_columns(i);
+            copy_rows<KEYS>(
+                v_tile() + i * KEYS * PITCH, block.v[i], block.v_stride[i], first, call.keys.len,
+                [&](int chunk) { return 8 * chunk < columns ? 8 * chunk : -1; },
+                [&](int row) { return !padding || token_at(call.keys, block.batch, row).position >= 0; });
+        }
+    }
+
+    DEVICE TileBounds keys_of(int tile) const { return tile_bounds(call.keys, block.batch, tile * KEYS, KEYS); }
+    DEVICE bool is_full(int tile) const { return (tile + 1) * KEYS <= call.keys.len; }
+
+    DEVICE Sight sight_of(int tile, const TileBounds &keys) const {
+        Sight seen = sight(call, block.rows, keys, is_full(tile));
+        if (Score::PHASE && seen == ALL) {
+            int greatest = max(block.rows.last - keys.first, keys.last - block.rows.first);
+            if (greatest >= call.score.reach) return PART;
+        }
+        return seen;
+    }
+
+    // The last tile of keys that the block may see; -1 if there is none.
+    DEVICE int last_tile() const {
+        int tile = (call.keys.len - 1) / KEYS;
+        if (call.keys.list) return tile;
+        int64_t last = (int64_t)block.rows.last - call.keys.start + (call.causal ? 0 : call.window - 1);
+        return last < 0 ? -1 : (int)min((int64_t)tile, last / KEYS);
+    }
+
+    // The next tile that is seen, from `tile` downwards; -1 if there is none. A lane looks at a tile.
+    DEVICE int seen_from(int tile) const {
+        for (; tile >= 0; tile -= 32) {
+            bool seen = tile >= lane && sight(call, block.rows, keys_of(tile - lane), false) != NONE;
+            unsigned found = __ballot_sync(WARP, seen);
+            if (found) return tile - (__ffs(found) - 1);
+            if (!call.keys.list && block.rows.first - keys_of(tile).last >= call.window) return -1;
+        }
+        return -1;
+    }
+
+    // products += queries of the warp times keys, over the steps of 16 columns from `FIRST` to `LAST`.
+    template <int FIRST, int LAST> DEVICE void multiply(Products &products) const {
+        uint32_t q_address = q_tile() + (warp_row() + lane % 16) * PITCH + lane / 16 * 16;
+        uint32_t k_address = k_tile() + (lane % 8 + lane / 16 * 8) * PITCH + lane / 8 % 2 * 16;
+#pragma unroll
+        for (int step = FIRST; step < LAST; step++) {
+            uint32_t queries[ROW_TILES][4];
+#pragma unroll
+            for (int r = 0; r < ROW_TILES; r++)
+                load_matrices(queries[r], q_address + r * 16 * PITCH + step * 32);
+#pragma unroll
+            for (int i = 0; i < KEY_BLOCKS; i += 2) {
+                uint32_t keys[4];
+                load_matrices(keys, k_address + i * 8 * PITCH + step * 32);
+#pragma unroll
+                for (int r = 0; r < ROW_TILES; r++) {
+                    Half<T>::multiply_add(products[r][i], queries[r], keys[0], keys[1]);
+                    Half<T>::multiply_add(products[r][i + 1], queries[r], keys[2], keys[3]);
+                }
+            }
+        }
+    }
+
+    static DEVICE void clear(Products &products) {
+#pragma unroll
+        for (int r = 0; r < ROW_TILES; r++)
+#pragma unroll
+            for (int i = 0; i < KEY_BLOCKS; i++)
+#pragma unroll
+                for (int e = 0; e < 4; e++) products[r][i][e] = 0.f;
+    }
+
+    // Cosines of the phases, in place, of a tile in which positions run on.
+    DEVICE void near_cosines(Products &phases, int ahead) const {
+        // Rows 8 apart at keys 8 apart are as far from each other: one entry serves both.
+        const float2 *turns = call.score.turns + call.score.reach + ahead;
+        float2 entries[HALVES];
+#pragma unroll
+        for (int a = 0; a < HALVES; a++) entries[a] = __ldg(turns + 8 * a);
+#pragma unroll
+        for (int i = 0; i < KEY_BLOCKS; i++) {
+#pragma unroll
+            for (int a = 0; a < HALVES; a++) {
+                float *pair = &phases[a / 2][i][a % 2 * 2];
+                pair[0] = Score::cos_turns(entries[a].x, pair[0]);
+                pair[1] = Score::cos_turns(entries[a].y, pair[1]);
+            }
+#pragma unroll
+            for (int a = HALVES - 1; a > 0; a--) entries[a] = entries[a - 1];
+            entries[0] = __ldg(turns - 8 * (i + 1));
+        }
+    }
+
+    // Writes the tokens of a tile to shared memory, for `look_up`.
+    DEVICE void write_tokens(int first_key) const {
+        if (thread < KEYS) {
+            Token token = token_at(call.keys, block.batch, first_key + thread);
+            key_tokens[thread] = make_int2(token.position, token.segment);
+        }
+    }
+
+    // Scores of a tile pair by pair, from the tokens of both; -infinity where the key is not visible.
+    DEVICE void look_up(Products &x, const Products &phases) const {
+#pragma unroll
+        for (int a = 0; a < HALVES; a++) {
+            __syncwarp(); // keeps the compiler from fetching the tokens of all rows at once
+            Token query = token_at(call.queries, block.batch, first_query() + 8 * a);
+#pragma unroll
+            for (int i = 0; i < KEY_BLOCKS; i++) {
+                int4 keys = load_shared(shared_address(key_tokens + 8 * i + lane % 4 * 2));
+#pragma unroll
+                for (int e = 0; e < 2; e++) {
+                    Token key = e == 0 ? Token{keys.x, keys.y} : Token{keys.z, keys.w};
+                    float &product = x[a / 2][i][a % 2 * 2 + e];
+                    int ahead = query.position - key.position;
+                    if constexpr (Score::PHASE) product *= score.far(phases[a / 2][i][a % 2 * 2 + e], ahead);
+                    else product = score.far(product, ahead);
+                    if (!is_visible(call, query, key)) product = -INFINITY;
+                }
+            }
+        }
+    }
+
+    // One tile of keys. `MASKED`: pairs have to be looked at one by one.
+    template <bool MASKED> DEVICE void visit(int tile, bool padding, int next) {
+        wait_for_copies<0>();
+        __syncthreads(); // the keys are there, and nobody needs the values and tokens of the tile before
+        copy_values(tile * KEYS, padding);
+        commit_copies();
+        if (MASKED) write_tokens(tile * KEYS);
+
+        // How far the thread's first query is ahead of its first key.
+        int ahead = block.rows.first + warp_row() + lane / 4 - (keys_of(tile).first + lane % 4 * 2);
+        Products x, phases;
+        if constexpr (Score::PHASE) {
+            clear(phases);
+            multiply<STEPS / 2, STEPS>(phases);
+            if (!MASKED) near_cosines(phases, ahead);
+        }
+        clear(x);
+        multiply<0, Score::PHASE ? STEPS / 2 : STEPS>(x);
+
+        wait_for_copies<0>();
+        __syncthreads(); // the values are there, and nobody needs the keys any more
+        if (next >= 0) copy_operand<KEYS>(k_tile(), block.k, call.k.token, next * KEYS, call.keys.len);
+        commit_copies();
+
+        if constexpr (MASKED) look_up(x, phases);
+        else near_scores(x, phases, ahead);
+        follow_greatest(x);
+        add_values<MASKED>(x);
+    }
+
+    // Scores of a tile in which positions run on and every key is visible; `cosines` are those of the phases.
+    DEVICE void near_scores(Products &x, const Products &cosines, int ahead) const {
+#pragma unroll
+        for (int r = 0; r < ROW_TILES; r++)
+#pragma unroll
+            for (int i = 0; i < KEY_BLOCKS; i++)
+#pragma unroll
+                for (int e = 0; e < 4; e++) {
+                    if constexpr (Score::PHASE) x[r][i][e] *= cosines[r][i][e];
+                    if constexpr (Score::BIAS)
+                        x[r][i][e] = score.near(x[r][i][e], (float)ahead + (float)(16 * r + e / 2 * 8 - 8 * i - e % 2));
+                }
+    }
+
+    // Moves the references up to the greatest scores of rows that have grown well beyond them.
+    DEVICE void follow_greatest(const Products &x) {
+        float greatest[HALVES];
+        bool grown = false;
+#pragma unroll
+        for (int a = 0; a < HALVES; a++) {
+            float row = -INFINITY;
+#pragma unroll
+            for (int i = 0; i < KEY_BLOCKS; i++)
+                row = fmaxf(row, fmaxf(x[a / 2][i][a % 2 * 2], x[a / 2][i][a % 2 * 2 + 1]));
+            greatest[a] = greatest_of_row(row) * score.factor();
+            grown |= greatest[a] > references[a] + RESCALE_FROM;
+        }
+        if (!__any_sync(WARP, grown)) return;
+#pragma unroll
+        for (int a = 0; a < HALVES; a++) {
+            if (!(greatest[a] > references[a] + RESCALE_FROM)) continue;
+            float shrink = exp2_approx(references[a] - greatest[a]); // 0 for the row's first key
+            references[a] = greatest[a];
+            sums[a] *= shrink;
+#pragma unroll
+            for (int piece = 0; piece < VALUES; piece++)
+#pragma unroll
+                for (int c = 0; c < COLUMN_BLOCKS; c++) {
+                    averages[piece][a / 2][c][a % 2 * 2] *= shrink;
+                    averages[piece][a / 2][c][a % 2 * 2 + 1] *= shrink;
+                }
+        }
+    }
+
+    // Turns scores into weights, and adds them and the values they weigh.
+    template <bool MASKED> DEVICE void add_values(Products &x) {
+        uint32_t v_address = v_tile() + lane % 16 * PITCH + lane / 16 * 16;
+        float shifts[HALVES];
+#pragma unroll
+        for (int a = 0; a < HALVES; a++)
+            shifts[a] = MASKED && references[a] == -INFINITY ? 0.f : -references[a];
+#pragma unroll
+        for (int step = 0; step < KEYS / 16; step++) {
+            uint32_t weights[ROW_TILES][4];
+#pragma unroll
+            for (int r = 0; r < ROW_TILES; r++)
+#pragma unroll
+                for (int j = 0; j < 4; j++) {
+                    float(&block)[4] = x[r][2 * step + j / 2];
+                    int a = 2 * r + j % 2;
+                    float low = exp2_approx(__fmaf_rn(block[j % 2 * 2], score.factor(), shifts[a]));
+                    float high = exp2_approx(__fmaf_rn(block[j % 2 * 2 + 1], score.factor(), shifts[a]));
+                    sums[a] += low + high;
+                    weights[r][j] = Half<T>::pack(low, high);
+                }
+#pragma unroll
+            for (int piece = 0; piece < VALUES; piece++)
+#pragma unroll
+                for (int c = 0; c < COLUMN_BLOCKS; c += 2) {
+                    uint32_t values[4];
+                    load_matrices_transposed(values, v_address + (piece * KEYS + step * 16) * PITCH + c * 16);
+#pragma unroll
+                    for (int r = 0; r < ROW_TILES; r++) {
+                        Half<T>::multiply_add(averages[piece][r][c], weights[r], values[0], values[1]);
+                        Half<T>::multiply_add(averages[piece][r][c + 1], weights[r], values[2], values[3]);
+                    }
+                }
+        }
+    }
+
+    // Divides by the sums and writes out and lse. Rows that saw nothing give 0 and -infinity.
+    DEVICE void write() {
+        int64_t head_row = ((int64_t)block.batch * call.heads + block.head) * call.queries.len;
+        float inverses[HALVES];
+#pragma unroll
+        for (int a = 0; a < HALVES; a++) {
+            float sum = sum_of_row(sums[a]);
+            inverses[a] = sum == 0.f ? 0.f : 1.f / sum;
+            int row = first_query() + 8 * a;
+            if (call.lse && block.piece == 0 && lane % 4 == 0 && row < call.queries.len)
+                call.lse[head_row + row] = sum == 0.f ? -INFINITY : (references[a] + log2f(sum)) * 0.6931471806f;
+        }
+        // Each warp passes its rows through the shared memory of its own queries, to write whole chunks.
+        uint8_t *rows = shared + warp_row() * PITCH;
+#pragma unroll
+        for (int i = 0; i < VALUES; i++) {
+#pragma unroll
+            for (int a = 0; a < HALVES; a++)
+#pragma unroll
+                for (int c = 0; c < COLUMN_BLOCKS; c++) {
+                    float *pair = &averages[i][a / 2][c][a % 2 * 2];
+                    *(uint32_t *)(rows + (8 * a + lane / 4) * PITCH + c * 16 + lane % 4 * 4) =
+                        Half<T>::pack(pair[0] * inverses[a], pair[1] * inverses[a]);
+                }
+            __syncwarp();
+#pragma unroll
+            for (int j = lane; j < WARP_ROWS * CHUNKS; j += 32) {
+                int row = j / CHUNKS, chunk = j % CHUNKS, token = block.first_row + warp_row() + row;
+                if (token < call.queries.len && chunk * 8 < value_columns(i)) {
+                    T *to = (T *)call.out + (head_row + token) * call.value_width + (block.piece + i) * WIDTH + chunk * 8;
+                    *(uint4 *)to = *(uint4 *)(rows + row * PITCH + chunk * 16);
+                }
+            }
+            __syncwarp();
+        }
+    }
+
+    // Changes the sign of the queries' part that is scaled.
+    DEVICE void negate_queries() const {
+        for (int i = thread; i < ROWS * WIDTH / 2; i += THREADS) {
+            int row = i / (WIDTH / 2), column = i % (WIDTH / 2) * 2;
+            if (!Score::PHASE || column < WIDTH / 2) *(uint32_t *)(shared + row * PITCH + column * 2) ^= 0x80008000;
+        }
+        __syncthreads();
+    }
+
+    DEVICE void run() {
+#pragma unroll
+        for (int a = 0; a < HALVES; a++) {
+            sums[a] = 0.f;
+            references[a] = -INFINITY;
+        }
+#pragma unroll
+        for (int piece = 0; piece < VALUES; piece++)
+#pragma unroll
+            for (int r = 0; r < ROW_TILES; r++)
+#pragma unroll
+                for (int c = 0; c < COLUMN_BLOCKS; c++)
+#pragma unroll
+                    for (int e = 0; e < 4; e++) averages[piece][r][c][e] = 0.f;
+
+        int tile = seen_from(last_tile());
+        if (tile >= 0) {
+            copy_operand<ROWS>(q_tile(), at(call.q, block.batch, block.head), call.q.token, block.first_row, call.queries.len);
+            copy_operand<KEYS>(k_tile(), block.k, call.k.token, tile * KEYS, call.keys.len);
+            commit_copies();
+        }
+        if (call.score.negate) {
+            wait_for_copies<0>();
+            __syncthreads();
+            negate_queries();
+        }
+        while (tile >= 0) {
+            TileBounds keys = keys_of(tile);
+            int next = seen_from(tile - 1);
+            if (sight_of(tile, keys) == ALL) visit<false>(tile, false, next);
+            else visit<true>(tile, keys.flags & HAS_PADDING, next);
+            tile = next;
+        }
+        write();
+    }
+};
+
+template <class Kernel> DEVICE void attend_forward(const ForwardCall &call) {
+    extern __shared__ __align__(128) uint8_t shared[];
+    __shared__ Block<typename Kernel::T> block;
+    __shared__ __align__(16) int2 key_tokens[Kernel::KEYS];
+    if (threadIdx.x == 0) Kernel::describe(block, call);
+    __syncthreads();
+    Kernel(call, block, shared, key_tokens).run();
+}
