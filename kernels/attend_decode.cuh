@@ -60,7 +60,7 @@ template <class T_, class Score_, int WIDTH_, int VALUES_, int WARPS_, int STAGE
     static constexpr int COLUMNS = VALUES * WIDTH;     // that a block averages
     static constexpr int SUM_PITCH = COLUMNS + 8;      // floats, in the exchange at the end
     // Whether registers hold the queries; else they are read from shared memory for each tile.
-    static constexpr bool HOLDS_QUERIES = WIDTH <= 64 || (WIDTH == 128 && VALUES == 1 && !Score::PHASE);
+    static constexpr bool HOLDS_QUERIES = VALUES == 1 && (WIDTH <= 64 || (WIDTH == 128 && !Score::PHASE));
     static_assert(32 % CHUNKS == 0, "a pass copies whole rows");
     static_assert(ROWS * SUM_PITCH * 4 <= RING_BYTES, "a warp's ring holds its averages at the end");
     static_assert(WARPS * ROWS * 8 <= ROWS * PITCH, "the queries' place holds the warps' m and l at the end");

@@ -91,5 +91,7 @@ struct SimtCall {
     int tiles;             // of rows (token * group + head in group) in a key/value head
 };
 
-static_assert(sizeof(Operand) == 32 && sizeof(SimtTokens) == 40, "call.rs mirrors these");
-static_assert(sizeof(SimtCall) == 272, "call.rs mirrors this");
+// The same numbers stand in `call.rs`.
+static_assert(sizeof(Operand) == 32 && sizeof(TileBounds) == 32 && sizeof(Tokens) == 40, "");
+static_assert(sizeof(ScoreCall) == 40 && sizeof(ForwardCall) == 312, "");
+static_assert(sizeof(SimtTokens) == 40 && sizeof(SimtCall) == 272, "");

@@ -4,13 +4,12 @@ use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::{cmp::Reverse, fs};
 
+// Launches need the rest.
+#[allow(dead_code)]
 mod tiles {
     include!("../../src/attend/cuda/tiles.rs");
 }
-use tiles::{DecodeTile, ForwardTile, DECODE, FORWARD};
-
-/// The scores of the kernels without tensor cores.
-const SIMT: [&str; 3] = ["dot", "bias", "phase"];
+use tiles::{DecodeTile, ForwardTile, DECODE, FORWARD, SIMT_SCORES};
 
 /// One source file with its macros.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -64,6 +63,7 @@ impl Unit {
             values,
             warps,
             stages,
+            blocks,
         } = tile;
         Self {
             name: format!("attend_decode_{score}_w{width}_v{values}"),
@@ -74,6 +74,7 @@ impl Unit {
                 format!("KERNEL_VALUES={values}"),
                 format!("KERNEL_WARPS={warps}"),
                 format!("KERNEL_STAGES={stages}"),
+                format!("KERNEL_BLOCKS={blocks}"),
             ],
         }
     }
@@ -81,7 +82,7 @@ impl Unit {
 
 /// All units, the slowest to compile first, so that none is left running alone.
 pub fn units() -> Vec<Unit> {
-    let mut units: Vec<_> = SIMT.iter().map(|score| Unit::simt(score)).collect();
+    let mut units: Vec<_> = SIMT_SCORES.iter().map(|score| Unit::simt(score)).collect();
     let mut forward = FORWARD.to_vec();
     forward.sort_by_key(|tile| Reverse(tile.width * tile.values));
     units.extend(forward.iter().map(Unit::forward));

@@ -114,10 +114,7 @@ where
     let mut lse = lse.transpose()?;
 
     let stream = &*device.cuda_stream();
-    let mut held = Held {
-        stream,
-        guards: Vec::new(),
-    };
+    let mut held = Held::on(stream);
     let mut inputs = Vec::with_capacity(operands.len());
     for (storage, layout) in operands {
         inputs.push((
@@ -148,6 +145,11 @@ struct Held<'a> {
 }
 
 impl<'a> Held<'a> {
+    fn on(stream: &'a CudaStream) -> Self {
+        let guards = Vec::new();
+        Self { stream, guards }
+    }
+
     /// The address, for reading.
     fn read<T>(&mut self, slice: &'a CudaSlice<T>) -> u64 {
         let (address, guard) = slice.device_ptr(self.stream);
@@ -209,10 +211,7 @@ impl Job<'_> {
         let rows = launch::query_tile(tile);
         let stream = self.device.cuda_stream();
         let tables = Tables::new(self, frame, [rows, tile.keys])?;
-        let mut held = Held {
-            stream: &stream,
-            guards: Vec::new(),
-        };
+        let mut held = Held::on(&stream);
         let mut call = self.forward_call(frame, tile.width, &tables, &mut held)?;
         call.tiles = narrow(self.call.dims.t.div_ceil(rows))?;
         let shape = Launch::forward(tile, &self.call.dims)?;
@@ -237,10 +236,7 @@ impl Job<'_> {
         let mut part_lse = part(split.lse_elements(dims))?;
         // This kernel does not look at tiles: one a row is enough.
         let tables = Tables::new(self, frame, [dims.t, dims.s])?;
-        let mut held = Held {
-            stream: &stream,
-            guards: Vec::new(),
-        };
+        let mut held = Held::on(&stream);
         let mut call = self.forward_call(frame, tile.width, &tables, &mut held)?;
         call.tiles = narrow(split.parts)?;
         call.part_out = part_out.as_mut().map_or(0, |part| held.write(part));
@@ -350,10 +346,7 @@ impl Job<'_> {
         };
         let queries = wide_list(self.device, &self.call.q_positions)?;
         let keys = wide_list(self.device, &self.call.k_positions)?;
-        let mut held = Held {
-            stream: &stream,
-            guards: Vec::new(),
-        };
+        let mut held = Held::on(&stream);
         let (alpha, phase_scale, amp_dim) = match self.call.score {
             ResolvedScore::Phase {
                 alpha,

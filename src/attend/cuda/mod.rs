@@ -12,6 +12,8 @@ mod forward;
 mod module;
 #[cfg(feature = "cuda")]
 mod tables;
+// The build script looks at the rest.
+#[allow(dead_code)]
 pub(super) mod tiles;
 #[cfg(feature = "cuda")]
 mod tokens;

@@ -73,9 +73,7 @@ fn load(
     context: &Arc<CudaContext>,
     entry: &str,
 ) -> Result<CudaFunction> {
-    // A kernel's name starts with that of the file it was compiled into; the longest is the right one.
-    let units = KERNELS.iter().filter(|(unit, _)| entry.starts_with(unit));
-    let Some((unit, image)) = units.max_by_key(|(unit, _)| unit.len()) else {
+    let Some((unit, image)) = unit_of(entry) else {
         bail!("attend: kernel {entry} was not compiled")
     };
     let module = match modules.entry((context.ordinal(), unit)) {
@@ -91,6 +89,12 @@ fn load(
         }
     };
     done(module.load_function(entry), entry, "is not in its file")
+}
+
+/// The compiled file that a kernel is in: its name starts with the file's, and the longest such is the right one.
+fn unit_of(entry: &str) -> Option<&'static (&'static str, &'static [u8])> {
+    let units = KERNELS.iter().filter(|(unit, _)| entry.starts_with(unit));
+    units.max_by_key(|(unit, _)| unit.len())
 }
 
 fn done<T>(result: std::result::Result<T, DriverError>, entry: &str, failure: &str) -> Result<T> {
@@ -152,4 +156,27 @@ pub(super) unsafe fn attend_simt(
 ) -> Result<()> {
     // SAFETY: the caller's.
     unsafe { launch(stream, entry, shape, call) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::attend::cuda::tiles::{DECODE, FORWARD, SIMT_SCORES};
+    use crate::attend::launch::Kernel;
+    use candle_core::DType;
+
+    #[test]
+    fn every_kernel_that_can_be_launched_has_a_file_of_its_own() {
+        let forward = FORWARD.iter().map(|tile| Kernel::Forward(*tile));
+        let decode = DECODE.iter().map(|tile| Kernel::Decode(*tile));
+        let simt = SIMT_SCORES.iter().map(|score| Kernel::Simt(score));
+        let entries = forward
+            .chain(decode)
+            .chain(simt)
+            .map(|x| x.entry(DType::F16));
+        for entry in entries.chain(["attend_merge_f16".to_string()]) {
+            let unit = unit_of(&entry).map(|(unit, image)| (*unit, image.is_empty()));
+            assert_eq!(unit, entry.strip_suffix("_f16").map(|unit| (unit, false)));
+        }
+    }
 }
