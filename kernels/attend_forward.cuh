@@ -46,6 +46,7 @@ template <class T> struct Block {
     const T *k, *v[2];
     int64_t v_stride[2];
     TileBounds rows;
+    int2 tiles; // of keys, the first and the last
 };
 
 template <class T_, class Score_, int WIDTH_, int VALUES_, int WARPS_, int ROW_TILES_, int KEYS_> struct ForwardKernel {
@@ -101,6 +102,7 @@ template <class T_, class Score_, int WIDTH_, int VALUES_, int WARPS_, int ROW_T
             block.v_stride[i] = values.token;
         }
         block.rows = tile_bounds(call.queries, block.batch, block.first_row, ROWS);
+        block.tiles = visible_tiles(call, block.rows);
     }
 
     static DEVICE const T *at(const Operand &operand, int batch, int head) {
@@ -171,21 +173,24 @@ template <class T_, class Score_, int WIDTH_, int VALUES_, int WARPS_, int ROW_T
         return seen;
     }
 
-    // The last tile of keys that the block may see; -1 if there is none.
-    DEVICE int last_tile() const {
-        int tile = (call.keys.len - 1) / KEYS;
-        if (call.keys.list) return tile;
-        int64_t last = (int64_t)block.rows.last - call.keys.start + (call.causal ? 0 : call.window - 1);
-        return last < 0 ? -1 : (int)min((int64_t)tile, last / KEYS);
+    // The tiles of keys that the block may see, first and last, by the positions of spans.
+    static DEVICE int2 visible_tiles(const ForwardCall &call, const TileBounds &rows) {
+        int2 tiles = {0, (call.keys.len - 1) / KEYS};
+        if (call.keys.list) return tiles;
+        int64_t first = (int64_t)rows.first - call.keys.start - (call.window - 1);
+        int64_t last = (int64_t)rows.last - call.keys.start + (call.causal ? 0 : call.window - 1);
+        if (first > 0) tiles.x = (int)min(first / KEYS, (int64_t)tiles.y + 1);
+        tiles.y = last < 0 ? -1 : (int)min(last / KEYS, (int64_t)tiles.y);
+        return tiles;
     }
 
     // The next tile that is seen, from `tile` downwards; -1 if there is none. A lane looks at a tile.
     DEVICE int seen_from(int tile) const {
+        if (!call.keys.list) return tile < block.tiles.x ? -1 : tile;
         for (; tile >= 0; tile -= 32) {
             bool seen = tile >= lane && sight(call, block.rows, keys_of(tile - lane), false) != NONE;
             unsigned found = __ballot_sync(WARP, seen);
             if (found) return tile - (__ffs(found) - 1);
-            if (!call.keys.list && block.rows.first - keys_of(tile).last >= call.window) return -1;
         }
         return -1;
     }
@@ -444,7 +449,7 @@ template <class T_, class Score_, int WIDTH_, int VALUES_, int WARPS_, int ROW_T
 #pragma unroll
                     for (int e = 0; e < 4; e++) averages[piece][r][c][e] = 0.f;
 
-        int tile = seen_from(last_tile());
+        int tile = seen_from(block.tiles.y);
         if (tile >= 0) {
             copy_operand<ROWS>(q_tile(), at(call.q, block.batch, block.head), call.q.token, block.first_row, call.queries.len);
             copy_operand<KEYS>(k_tile(), block.k, call.k.token, tile * KEYS, call.keys.len);
