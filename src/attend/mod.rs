@@ -29,6 +29,10 @@ use crate::positions::Positions;
 use candle_core::{Result, Tensor};
 use std::sync::Arc;
 
+// For tests.
+#[cfg(feature = "cuda")]
+#[doc(hidden)]
+pub use cuda::{kernel_resources, KernelResources};
 pub use plan::{plan, plan_problem, Path, Plan};
 pub use problem::{DeviceKind, Operand, Problem};
 

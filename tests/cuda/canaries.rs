@@ -4,10 +4,8 @@
 //! the outputs of the call land in the gaps (their addresses say so). Then the output holds no NaN, and its
 //! neighbours hold nothing else.
 
-use crate::Test;
-
 #[cfg(not(feature = "cuda"))]
-pub fn tests() -> Vec<Test> {
+pub fn tests() -> Vec<crate::Test> {
     vec![crate::test("outputs_between_canaries", |_, report| {
         report.skip("only on a GPU");
         Ok(())

@@ -20,3 +20,5 @@ mod tokens;
 
 #[cfg(feature = "cuda")]
 pub(super) use forward::{compute_capability, forward, readable};
+#[cfg(feature = "cuda")]
+pub use module::{kernel_resources, KernelResources};

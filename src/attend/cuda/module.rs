@@ -8,7 +8,7 @@ use candle_core::cuda_backend::cudarc::driver::{
     PushKernelArg,
 };
 use candle_core::cuda_backend::cudarc::nvrtc::Ptx;
-use candle_core::{bail, Result};
+use candle_core::{bail, Device, Result};
 use std::collections::HashMap;
 use std::sync::{Arc, LazyLock, Mutex, PoisonError};
 
@@ -100,6 +100,48 @@ fn unit_of(entry: &str) -> Option<&'static (&'static str, &'static [u8])> {
 fn done<T>(result: std::result::Result<T, DriverError>, entry: &str, failure: &str) -> Result<T> {
     result.map_err(|error| {
         candle_core::Error::Msg(format!("attend: kernel {entry} {failure}: {error}")).bt()
+    })
+}
+
+/// What the driver says of a loaded kernel.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct KernelResources {
+    /// Registers of a thread.
+    pub registers: usize,
+    /// Local memory of a thread, in bytes: what did not fit its registers.
+    pub local_bytes: usize,
+    /// Shared memory of a block beyond what a launch asks for, in bytes.
+    pub shared_bytes: usize,
+    /// Compute capability of the machine code that was chosen, times 10.
+    pub image: usize,
+}
+
+/// Loads a kernel by its name, as a launch would.
+///
+/// # Errors
+/// When there is none of this name, none for this GPU, or the device is none.
+pub fn kernel_resources(device: &Device, entry: &str) -> Result<KernelResources> {
+    let Device::Cuda(device) = device else {
+        bail!("attend: {:?} is no NVIDIA GPU", device.location())
+    };
+    let stream = device.cuda_stream();
+    let context = stream.context();
+    let function = function(context, entry, 0)?;
+    let said = context.bind_to_thread().and_then(|()| {
+        Ok([
+            function.num_regs()?,
+            function.local_size_bytes()?,
+            function.shared_size_bytes()?,
+            function.binary_version()?,
+        ])
+    });
+    let said = done(said, entry, "does not tell what it takes")?;
+    let [registers, local_bytes, shared_bytes, image] = said.map(|x| x as usize);
+    Ok(KernelResources {
+        registers,
+        local_bytes,
+        shared_bytes,
+        image,
     })
 }
 
