@@ -16,11 +16,12 @@ use candle_core::{bail, DType, Device, Result};
 use candle_posenc::train::Parameters;
 use candle_posenc::{Llama, SeededVars};
 use clap::Parser;
+use common::device::DeviceName;
 use common::evaluation::{common_part, doublings, perplexity, Perplexity};
 use common::message;
 use common::names::EncodingName;
 use common::plot::{self, Lines, Point, Series};
-use common::recipe::{device, tokens, train, Recipe};
+use common::recipe::{tokens, train, Recipe};
 use common::table::write_csv;
 use common::text::{check_writable, Text};
 use std::path::{Path, PathBuf};
@@ -117,6 +118,10 @@ struct Options {
     )]
     lr: f64,
 
+    /// What to compute on: cpu, cuda, or cuda:N for the GPU of number N; GPUs need a build with --features cuda
+    #[arg(long, value_name = "NAME", default_value_t)]
+    device: DeviceName,
+
     /// File to write the table to
     #[arg(long, value_name = "FILE")]
     csv: Option<PathBuf>,
@@ -152,6 +157,7 @@ fn main() -> ExitCode {
 fn run(options: &Options) -> Result<()> {
     let started = Instant::now();
     let recipe = recipe(options)?;
+    let device = options.device.open()?;
     let text = Text::open(&options.text, options.length)?;
     let lengths = doublings(options.length, options.reach);
     let held_out = common_part(&text.held_out, &lengths, LONGEST_WINDOWS);
@@ -167,7 +173,6 @@ fn run(options: &Options) -> Result<()> {
     print_facts(options, &text, held_out.len())?;
 
     let training = tokens(&text.training);
-    let device = device();
     let (mut runs, mut failed) = (Vec::new(), None);
     for seed in &options.seeds {
         for encoding in &options.encodings {
@@ -606,6 +611,7 @@ mod tests {
             (&["--png", "no such folder/x.png"], "no such folder"),
             (&["--png", "x.txt"], ".png"),
             (&["--csv", "."], "."),
+            (&["--device", "cuda:99999"], "--device cuda:99999"),
             (&["--text", "no such file"], "no such file"),
             (&["--length", "32768", "--reach", "64"], "--reach 64"),
         ] {

@@ -25,7 +25,10 @@ use candle_posenc::train::{Parameters, Schedule, StepReport, Trainer, TrainerCon
 use candle_posenc::{
     Ctx, Encoding, KvCache, Llama, LlamaConfig, ModelDims, PosState, Positions, Qkv, SeededVars,
 };
+use clap::Parser;
+use common::device::DeviceName;
 use common::tales::tales;
+use std::process::ExitCode;
 use std::sync::Arc;
 
 /// RoPE, with no position in every n-th layer but a learned sharpening.
@@ -100,8 +103,21 @@ const LENGTH: usize = 128;
 const BATCH: usize = 8;
 const STEPS: usize = 60;
 
-fn main() -> Result<()> {
-    let device = Device::Cpu;
+/// Train an encoding written outside the crate, then compare reading token by token with reading at once.
+#[derive(Parser)]
+#[command(name = "custom_encoding")]
+struct Options {
+    /// What to compute on: cpu, cuda, or cuda:N for the GPU of number N; GPUs need a build with --features cuda
+    #[arg(long, value_name = "NAME", default_value_t)]
+    device: DeviceName,
+}
+
+fn main() -> ExitCode {
+    common::conclude("custom_encoding", run(&Options::parse()))
+}
+
+fn run(options: &Options) -> Result<()> {
+    let device = options.device.open()?;
     // The crate has no name for ours: `Llama::with_encoding` takes it as it is and leaves `config.encoding` aside.
     let config = LlamaConfig {
         hidden_size: 64,

@@ -36,8 +36,8 @@ use candle_posenc::{
 };
 use clap::Parser;
 use common::codec::Codec;
+use common::device::DeviceName;
 use common::plot::{self, Histograms, Panel};
-use common::recipe::device;
 use common::table::write_csv;
 use common::text::{check_writable, Text};
 use rand::rngs::ChaCha12Rng;
@@ -105,6 +105,10 @@ struct Options {
     #[arg(long, value_name = "N", default_value_t = 0)]
     seed: u64,
 
+    /// What to compute on: cpu, cuda, or cuda:N for the GPU of number N; GPUs need a build with --features cuda
+    #[arg(long, value_name = "NAME", default_value_t)]
+    device: DeviceName,
+
     /// File to write every pair's scores to
     #[arg(long, value_name = "FILE")]
     csv: Option<PathBuf>,
@@ -124,6 +128,7 @@ fn main() -> ExitCode {
 
 fn run(options: &Options) -> Result<()> {
     check(options)?;
+    let device = options.device.open()?;
     println!(
         "pairs      {}, each placed {} to {} and {} to {} tokens apart",
         options.pairs,
@@ -135,7 +140,6 @@ fn run(options: &Options) -> Result<()> {
     println!("q and k    {}", source(options));
     println!("difference near score less far score: above 0, the encoding prefers what is near\n");
 
-    let device = device();
     let mut found = Vec::new();
     if options.model.is_empty() {
         for (name, config) in encodings(options.theta) {
@@ -755,6 +759,7 @@ mod tests {
             (["--theta", "1"], "--theta"),
             (["--png", "x.txt"], ".png"),
             (["--csv", "."], "."),
+            (["--device", "cuda:99999"], "--device cuda:99999"),
         ] {
             let error = message(&run(&options(&words)).unwrap_err());
             assert!(

@@ -18,6 +18,7 @@ use candle_core::{bail, DType, Device, Result, Tensor, D};
 use candle_nn::{Init, Linear, Module, VarBuilder};
 use candle_posenc::{attend, rotate, AttendSpec, Layout, Rotation, SeededVars};
 use clap::Parser;
+use common::device::DeviceName;
 use std::process::ExitCode;
 use std::time::Instant;
 
@@ -205,6 +206,10 @@ struct Options {
     #[arg(long, value_name = "N", default_value_t = 0)]
     seed: u64,
 
+    /// What to compute on: cpu, cuda, or cuda:N for the GPU of number N; GPUs need a build with --features cuda
+    #[arg(long, value_name = "NAME", default_value_t)]
+    device: DeviceName,
+
     /// Small sizes, done in a moment
     #[arg(long)]
     toy: bool,
@@ -229,7 +234,7 @@ fn run(options: &Options) -> Result<()> {
         runs,
         ..
     } = options;
-    let device = Device::Cpu;
+    let device = options.device.open()?;
     let vars = SeededVars::new(options.seed);
     let vb = vars.builder(DType::F32, &device);
     let attention = Attention::new(options, vb.clone())?;
@@ -303,8 +308,9 @@ fn run(options: &Options) -> Result<()> {
         "\nmedian of {runs} runs, ms {:>12} {:>12} {:>24}",
         "before", "after", "slow, with gradients"
     );
-    let time_forward = |forward: Forward| median_ms(runs, || forward(&attention, &x).map(drop));
-    let time_both = |forward: Forward| median_ms(runs, || gradients(forward).map(drop));
+    let time_forward =
+        |forward: Forward| median_ms(runs, &device, || forward(&attention, &x).map(drop));
+    let time_both = |forward: Forward| median_ms(runs, &device, || gradients(forward).map(drop));
     let [before, after, slow] = [
         time_forward(forward[0])?,
         time_forward(forward[1])?,
@@ -370,11 +376,13 @@ fn difference(a: &Tensor, b: &Tensor) -> Result<f64> {
     largest(&(a - b)?)
 }
 
-fn median_ms(runs: usize, mut run: impl FnMut() -> Result<()>) -> Result<f64> {
+/// What is started on a GPU is waited for.
+fn median_ms(runs: usize, device: &Device, mut run: impl FnMut() -> Result<()>) -> Result<f64> {
     let mut times = (0..runs)
         .map(|_| {
             let started = Instant::now();
             run()?;
+            device.synchronize()?;
             Ok(started.elapsed().as_secs_f64() * 1e3)
         })
         .collect::<Result<Vec<_>>>()?;
@@ -401,6 +409,7 @@ mod tests {
             (["--runs", "0"], "--runs"),
             (["--length", "1000000"], "--length 1000000"),
             (["--width", "80000"], "--width 80000"),
+            (["--device", "cuda:99999"], "--device cuda:99999"),
         ] {
             let error = message(&run(&options(&words)).unwrap_err());
             assert!(

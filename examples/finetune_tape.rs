@@ -19,9 +19,10 @@ use candle_posenc::train::{Parameter, Parameters, Recompute};
 use candle_posenc::{Ctx, Llama, LlamaConfig, SeededVars};
 use clap::Parser;
 use common::codec::Codec;
+use common::device::DeviceName;
 use common::evaluation::{common_part, perplexity, Perplexity};
 use common::names::EncodingName;
-use common::recipe::{device, tokens, train, Recipe};
+use common::recipe::{tokens, train, Recipe};
 use common::text::{about, Text};
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -104,6 +105,10 @@ struct Options {
     #[arg(long, value_name = "N", default_value_t = 0)]
     seed: u64,
 
+    /// What to compute on: cpu, cuda, or cuda:N for the GPU of number N; GPUs need a build with --features cuda
+    #[arg(long, value_name = "NAME", default_value_t)]
+    device: DeviceName,
+
     /// New folder to write the model with TAPE to
     #[arg(long, value_name = "DIR")]
     out: Option<PathBuf>,
@@ -120,6 +125,7 @@ fn main() -> ExitCode {
 fn run(options: &Options) -> Result<()> {
     let started = Instant::now();
     let base = base(options)?;
+    let device = options.device.open()?;
     // The longest context that is read, so that a text too short for it does not cost a model.
     let text = Text::open(&options.text, 2 * options.length)?;
     if let Some(out) = &options.out {
@@ -131,12 +137,18 @@ fn run(options: &Options) -> Result<()> {
         }
     }
     match &options.model {
-        Some(folder) => finetune(&ModelFolder::open(folder)?, &base, &text, options)?,
+        Some(folder) => finetune(&ModelFolder::open(folder)?, &base, &text, options, &device)?,
         None => {
             println!("no --model, so a small RoPE model is trained first, in about a minute\n");
             let folder = tempfile::tempdir()?;
-            make_base(folder.path(), &base, &text, options)?;
-            finetune(&ModelFolder::open(folder.path())?, &base, &text, options)?;
+            make_base(folder.path(), &base, &text, options, &device)?;
+            finetune(
+                &ModelFolder::open(folder.path())?,
+                &base,
+                &text,
+                options,
+                &device,
+            )?;
         }
     }
     println!("time       {:.0} s", started.elapsed().as_secs_f64());
@@ -185,10 +197,16 @@ fn base(options: &Options) -> Result<Recipe> {
 }
 
 /// Trains a small RoPE model and saves it.
-fn make_base(folder: &Path, base: &Recipe, text: &Text, options: &Options) -> Result<()> {
+fn make_base(
+    folder: &Path,
+    base: &Recipe,
+    text: &Text,
+    options: &Options,
+    device: &Device,
+) -> Result<()> {
     let config = base.model(EncodingName::Rope.config(base.length));
     let parameters = Parameters::new(SeededVars::new(options.seed));
-    let model = Llama::new(&config, parameters.builder(DType::F32, &device()))?;
+    let model = Llama::new(&config, parameters.builder(DType::F32, device))?;
     println!(
         "RoPE       {} layers of width {}, {} steps of {} windows of {} bytes",
         base.layers, base.width, base.steps, base.batch, base.length
@@ -204,8 +222,13 @@ fn make_base(folder: &Path, base: &Recipe, text: &Text, options: &Options) -> Re
     )
 }
 
-fn finetune(folder: &ModelFolder, base: &Recipe, text: &Text, options: &Options) -> Result<()> {
-    let device = device();
+fn finetune(
+    folder: &ModelFolder,
+    base: &Recipe,
+    text: &Text,
+    options: &Options,
+    device: &Device,
+) -> Result<()> {
     let config = with_tape(folder.config(), options)?;
     let codec = Codec::open(folder.tokenizer().as_deref(), config.vocab_size)?;
     let encode = |bytes: &[u8]| codec.encode(&String::from_utf8_lossy(bytes));
@@ -219,13 +242,13 @@ fn finetune(folder: &ModelFolder, base: &Recipe, text: &Text, options: &Options)
     // The RoPE model, whose weights are all that exists so far.
     let vars = SeededVars::new(options.seed);
     let constants = Parameters::new(vars.clone()).only(|_| false);
-    let rope = Llama::new(folder.config(), constants.builder(DType::F32, &device))?;
+    let rope = Llama::new(folder.config(), constants.builder(DType::F32, device))?;
     folder.load_into(&vars)?;
     let known: BTreeSet<String> = vars.named().into_iter().map(|(name, _)| name).collect();
 
     // The same weights with TAPE, whose own are all that trains.
     let parameters = Parameters::new(vars).only(move |name| !known.contains(name));
-    let tape = Llama::new(&config, parameters.builder(DType::F32, &device))?;
+    let tape = Llama::new(&config, parameters.builder(DType::F32, device))?;
     let (trained, frozen): (Vec<_>, Vec<_>) = parameters.all().into_iter().partition(|p| p.trains);
     println!(
         "TAPE       {}",
@@ -246,7 +269,7 @@ fn finetune(folder: &ModelFolder, base: &Recipe, text: &Text, options: &Options)
     let start = copies(&trained)?;
     check_unchanged_logits(&rope, &tape, held_out, options.length)?;
 
-    let read = |model: &Llama| read(model, held_out, &lengths, &device);
+    let read = |model: &Llama| read(model, held_out, &lengths, device);
     let of_rope = read(&rope)?;
     println!(
         "training   {} steps of {} windows of {} tokens, learning rate {}",
@@ -272,7 +295,7 @@ fn finetune(folder: &ModelFolder, base: &Recipe, text: &Text, options: &Options)
     let moved = self::changed(&trained, &start)?.len();
     println!("checked    {} tensors of the model are bit for bit as they were; {moved} of TAPE's {} changed", frozen.len(), trained.len());
 
-    let tape = Llama::new(&config, constants.builder(DType::F32, &device))?;
+    let tape = Llama::new(&config, constants.builder(DType::F32, device))?;
     print_table(&lengths, &of_rope, &read(&tape)?);
     if let Some(out) = &options.out {
         hf::save(out, &config, parameters.masters(), &folder.save_options())?;
@@ -307,7 +330,7 @@ fn with_tape(config: &LlamaConfig, options: &Options) -> Result<LlamaConfig> {
 /// Refuses to go on where TAPE does not start as the model that it was put on.
 fn check_unchanged_logits(rope: &Llama, tape: &Llama, text: &[u32], length: usize) -> Result<()> {
     let length = length.min(text.len());
-    let tokens = Tensor::new(&text[..length], &device())?.unsqueeze(0)?;
+    let tokens = Tensor::new(&text[..length], rope.head().device())?.unsqueeze(0)?;
     let logits = |model: &Llama| {
         Ok::<_, candle_core::Error>(model.forward(&tokens, &mut Ctx::default())?.detach())
     };
@@ -393,7 +416,7 @@ mod tests {
         recipe.layers = layers;
         let config = recipe.model(encoding.config(recipe.length));
         let vars = SeededVars::new(0);
-        Llama::new(&config, vars.builder(DType::F32, &device()))?;
+        Llama::new(&config, vars.builder(DType::F32, &Device::Cpu))?;
         hf::save(folder.path(), &config, &vars, &SaveOptions::default())?;
         Ok(folder)
     }
@@ -421,6 +444,7 @@ mod tests {
                 "--position-size",
             ),
             (["--text", &short], "1000 bytes are too few"),
+            (["--device", "cuda:99999"], "--device cuda:99999"),
             (["--lr", "-1"], "--lr"),
             (["--text", "no such file"], "no such file"),
             (["--model", "no such folder"], "no such folder"),
@@ -445,7 +469,10 @@ mod tests {
                 initializer_range: 0.1 * scale,
                 ..recipe.model(encoding.config(recipe.length))
             };
-            Llama::new(&config, SeededVars::new(0).builder(DType::F32, &device()))
+            Llama::new(
+                &config,
+                SeededVars::new(0).builder(DType::F32, &Device::Cpu),
+            )
         };
         let rope = model(EncodingName::Rope, 1.)?;
         let text: Vec<u32> = (0..40).collect();
@@ -483,7 +510,7 @@ mod tests {
         assert_eq!((config.position_size, config.norm), (16, StateNorm::Unit));
         let values = |folder: &ModelFolder| {
             let vars = SeededVars::new(1);
-            Llama::new(folder.config(), vars.builder(DType::F32, &device()))?;
+            Llama::new(folder.config(), vars.builder(DType::F32, &Device::Cpu))?;
             folder.load_into(&vars)?;
             Ok::<_, candle_core::Error>(vars.named())
         };
@@ -501,13 +528,15 @@ mod tests {
     fn changed_names_the_tensor_with_another_bit() -> Result<()> {
         let vars = SeededVars::new(0);
         let parameters = Parameters::new(vars.clone());
-        parameters.builder(DType::F32, &device()).get(3, "zeros")?;
+        parameters
+            .builder(DType::F32, &Device::Cpu)
+            .get(3, "zeros")?;
         let all = parameters.all();
         let before = copies(&all)?;
         assert!(changed(&all, &before)?.is_empty());
         all[0]
             .master
-            .set(&Tensor::new(&[0f32, -0., 0.], &device())?)?;
+            .set(&Tensor::new(&[0f32, -0., 0.], &Device::Cpu)?)?;
         assert_eq!(changed(&all, &before)?, ["zeros"]);
         Ok(())
     }

@@ -7,16 +7,17 @@
 //! cargo run --release --example train -- --out model
 //! cargo run --release --example generate -- --model model --prompt "Say the password: "
 //! cargo run --release --example generate -- --model llama-3.2-1b --prompt "Paris is" --temperature 0 --dtype bf16
+//! cargo run --release --features cuda --example generate -- --model llama-3.2-1b --device cuda --dtype bf16
 //! ```
 
 mod common;
 
-use candle_core::{bail, DType, Result};
+use candle_core::{bail, DType, Device, Result};
 use candle_posenc::hf::{self, ModelFolder, SaveOptions};
 use candle_posenc::{Llama, LlamaConfig, SeededVars};
 use clap::{Parser, ValueEnum};
 use common::codec::{printable, Codec};
-use common::recipe::device;
+use common::device::DeviceName;
 use common::sampling::{Sampler, Writer};
 use common::tell;
 use rand::rngs::ChaCha12Rng;
@@ -79,6 +80,10 @@ struct Options {
     #[arg(long, value_enum, value_name = "NAME", default_value = "f32")]
     dtype: Format,
 
+    /// What to compute on: cpu, cuda, or cuda:N for the GPU of number N; GPUs need a build with --features cuda
+    #[arg(long, value_name = "NAME", default_value_t)]
+    device: DeviceName,
+
     /// In place of --model a small one that has learnt nothing, to see the program run
     #[arg(long, conflicts_with = "model")]
     toy: bool,
@@ -138,7 +143,7 @@ fn write_on(
     options: &Options,
     output: &mut dyn Write,
 ) -> Result<()> {
-    let device = device();
+    let device = options.device.open()?;
     let config = folder.config();
     let codec = Codec::open(folder.tokenizer().as_deref(), config.vocab_size)?;
     let prompt = codec.encode(&options.prompt)?;
@@ -236,7 +241,7 @@ fn save_untrained(folder: &Path, vocab_size: usize, seed: u64) -> Result<()> {
         ..LlamaConfig::default()
     };
     let vars = SeededVars::new(seed);
-    Llama::new(&config, vars.builder(DType::F32, &device()))?;
+    Llama::new(&config, vars.builder(DType::F32, &Device::Cpu))?;
     hf::save(folder, &config, &vars, &SaveOptions::default())
 }
 
@@ -267,6 +272,7 @@ mod tests {
             (&["--toy", "--top-k", "0"], "top-k"),
             (&["--toy", "--tokens", "0"], "--tokens"),
             (&["--toy", "--prompt", ""], "--prompt"),
+            (&["--toy", "--device", "cuda:99999"], "--device cuda:99999"),
         ] {
             let error = message(&written(words).unwrap_err());
             assert!(
@@ -298,9 +304,9 @@ mod tests {
         let words = ["--model", &place, "--prompt", "abc", "--temperature", "0"];
         let whole = written(&words)?;
         // The first token that the model writes, from now on the end.
-        let model = ModelFolder::open(folder.path())?.load(DType::F32, &device())?;
+        let model = ModelFolder::open(folder.path())?.load(DType::F32, &Device::Cpu)?;
         let prompt = Codec::Bytes.encode("abc")?;
-        let (device, mut rng) = (device(), ChaCha12Rng::seed_from_u64(0));
+        let (device, mut rng) = (Device::Cpu, ChaCha12Rng::seed_from_u64(0));
         let first =
             Writer::new(&model, &prompt, 200, &device)?.next(&Sampler::new(0.), &mut rng)?;
         let generation = folder.path().join("generation_config.json");
@@ -325,10 +331,10 @@ mod tests {
             .save(file, false)
             .map_err(candle_core::Error::wrap)?;
         let text = written(&words)?;
-        let model = ModelFolder::open(folder.path())?.load(DType::F32, &device())?;
+        let model = ModelFolder::open(folder.path())?.load(DType::F32, &Device::Cpu)?;
         let prompt = Codec::Tokenizer(Box::new(byte_pairs())).encode("ab ab")?;
         assert_eq!(prompt.len(), 2);
-        let (device, mut rng) = (device(), ChaCha12Rng::seed_from_u64(0));
+        let (device, mut rng) = (Device::Cpu, ChaCha12Rng::seed_from_u64(0));
         let mut writer = Writer::new(&model, &prompt, 40, &device)?;
         let mut tokens = prompt.clone();
         for _ in 0..40 {

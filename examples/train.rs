@@ -3,6 +3,7 @@
 //! ```text
 //! cargo run --release --example train                                  # a made text, under three minutes
 //! cargo run --release --example train -- --encoding rope
+//! cargo run --release --features cuda --example train -- --device cuda --dtype bf16
 //! cargo run --release --example train -- --text book.txt --steps 2000 --out run
 //! cargo run --release --example train -- --text book.txt --steps 2000 --out run --resume    # after an interruption
 //! cargo run --release --example train -- --config encoding.json        # {"type": "rope", "theta": 500000.0}
@@ -27,6 +28,7 @@ use candle_posenc::train::{
 use candle_posenc::{EncodingConfig, Llama, LlamaConfig, SeededVars};
 use clap::{Parser, ValueEnum};
 use common::codec::printable;
+use common::device::DeviceName;
 use common::evaluation::{common_part, perplexity};
 use common::message;
 use common::names::{BackendName, EncodingName};
@@ -175,6 +177,10 @@ struct Options {
     #[arg(long, value_enum, value_name = "NAME", default_value = "f32")]
     dtype: DTypeName,
 
+    /// What to compute on: cpu, cuda, or cuda:N for the GPU of number N; GPUs need a build with --features cuda
+    #[arg(long, value_name = "NAME", default_value_t)]
+    device: DeviceName,
+
     /// Compute each layer's activations again in the backward pass: much less memory, up to a third more time
     #[arg(long)]
     recompute: bool,
@@ -231,6 +237,7 @@ fn main() -> ExitCode {
 
 fn run(options: &Options) -> Result<()> {
     let recipe = recipe(options)?;
+    let device = options.device.open()?;
     let from = match &options.from {
         Some(path) => Some(open_model(path)?),
         None => None,
@@ -248,7 +255,6 @@ fn run(options: &Options) -> Result<()> {
         None => None,
     };
 
-    let device = Device::Cpu;
     let parameters = Parameters::new(SeededVars::new(options.seed));
     let model = Llama::new(&config, parameters.builder(options.dtype.into(), &device))?
         .with_backend(options.backend.into());
@@ -284,6 +290,7 @@ fn print_facts(
         accumulate,
         lr,
         seed,
+        device,
         ..
     } = options;
     let batches = match accumulate {
@@ -306,7 +313,7 @@ fn print_facts(
     );
     println!("training   {steps} steps of {batches}{batch} windows of {length} bytes, learning rate {lr}, seed {seed}");
     let dtype = DType::from(options.dtype).as_str();
-    println!("device     CPU, computing in {dtype}");
+    println!("device     {device}, computing in {dtype}");
     println!("attention  {plan}");
     Ok(())
 }
@@ -650,7 +657,21 @@ mod tests {
     }
 
     #[test]
+    fn run_device_that_is_not_there_is_refused() {
+        let error = run(&options(&["--toy", "--device", "cuda:99999"])).unwrap_err();
+        assert!(
+            message(&error).starts_with("--device cuda:99999"),
+            "{error}"
+        );
+    }
+
+    #[test]
     fn run_learning_rate_too_high_stops_and_names_the_step() {
+        let error = run(&options(&["--toy", "--device", "cuda:99999"])).unwrap_err();
+        assert!(
+            message(&error).starts_with("--device cuda:99999"),
+            "{error}"
+        );
         let error = run(&options(&["--toy", "--lr", "1e30"])).unwrap_err();
         let told = message(&error);
         assert!(

@@ -58,6 +58,7 @@ pub mod init;
 mod json;
 pub mod model;
 pub mod positions;
+mod recent;
 pub mod rotate;
 mod tensor_file;
 pub mod train;

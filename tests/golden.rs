@@ -1,7 +1,8 @@
 //! Numbers computed by other people's code (and, for TAPA, by an independent 80-bit evaluation), against ours.
 //!
-//! Runs every case in `tests/golden/`, and every case in the directory that `GOLDEN_DIR` names, if it is set. A case
-//! is `NAME.json` (its `meta`) beside `NAME.safetensors`; its kind is the start of its name, and an unknown kind
+//! Runs every case in `tests/golden/`, and every case in the directory that `GOLDEN_DIR` names, if it is set; on the
+//! CPU and, built with the feature `cuda`, on the GPU too, where there is one. `--cpu` and `--cuda` choose one of the
+//! two, other arguments the cases whose names contain one of them. A case is `NAME.json` (its `meta`) beside `NAME.safetensors`; its kind is the start of its name, and an unknown kind
 //! fails. One line a case: its largest error over its tolerance, so anything above 1 fails, and so does a NaN.
 
 use candle_core::{bail, DType, Device, Error, Result, Tensor, Var, D};
@@ -12,7 +13,7 @@ use candle_posenc::encoding::{
 use candle_posenc::hf::ModelFolder;
 use candle_posenc::{
     attend, attend_with_lse, rotate, AttendSpec, Backend, Ctx, Encoding, EncodingConfig, KvCache,
-    Layout, Llama, LlamaConfig, ModelDims, PosState, Positions, Qkv, Rotation,
+    Layout, Llama, LlamaConfig, ModelDims, PosState, Positions, Precision, Qkv, Rotation,
 };
 use serde_json::Value;
 use std::collections::HashMap;
@@ -20,6 +21,8 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 const CPU: Device = Device::Cpu;
+/// What rounding weights and results to bf16 may add, relative to the largest: half of it each.
+const ROUNDED_TO_BF16: f64 = 1. / 256.;
 const BACKENDS: [Backend; 2] = [Backend::Dense, Backend::Fused];
 
 /// Largest allowed max|ours − reference| / max|reference| of a tensor: in f64, and in f32 for outputs and for
@@ -63,30 +66,101 @@ fn tolerance(name: &str) -> Result<Tolerance> {
 const STORED_IN_F32: f64 = 2e-7;
 
 fn main() -> ExitCode {
+    let (options, names): (Vec<String>, Vec<String>) = std::env::args()
+        .skip(1)
+        .partition(|arg| arg.starts_with("--"));
+    let only = |option: &str| options.iter().any(|arg| arg == option);
     let local = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden");
-    let mut folders = vec![local];
-    folders.extend(std::env::var_os("GOLDEN_DIR").map(PathBuf::from));
-    let (mut passed, mut failed, mut skipped) = (0, 0, 0);
+    let elsewhere = std::env::var_os("GOLDEN_DIR").map(PathBuf::from);
+    // A program that was carried to another machine has only the folder that it is told.
+    let mut folders = Vec::new();
+    if local.exists() || elsewhere.is_none() {
+        folders.push(local);
+    }
+    folders.extend(elsewhere);
+    let mut total = Total::default();
+    if !only("--cuda") {
+        total.add(run_folders(&folders, &names, &CPU));
+    }
+    if only("--cuda") || (cfg!(feature = "cuda") && !only("--cpu")) {
+        let device = match cfg!(feature = "cuda") {
+            true => Device::new_cuda(0).map_err(|error| {
+                let text = error.to_string();
+                format!(
+                    "no CUDA device ({})",
+                    text.lines().next().unwrap_or_default()
+                )
+            }),
+            false => Err("built without the feature cuda".to_string()),
+        };
+        match device {
+            Ok(device) => total.add(run_folders(&folders, &names, &device)),
+            Err(why) => {
+                println!("skipped every case on the GPU: {why}");
+                total.gpu_missing = true;
+            }
+        }
+    }
+    let Total {
+        passed,
+        failed,
+        skipped,
+        gpu_missing,
+    } = total;
+    println!("golden: {passed} passed, {failed} failed, {skipped} skipped");
+    if failed == 0 && (passed > 0 || gpu_missing) {
+        ExitCode::SUCCESS
+    } else {
+        ExitCode::FAILURE
+    }
+}
+
+/// What became of the cases.
+#[derive(Default)]
+struct Total {
+    passed: usize,
+    failed: usize,
+    skipped: usize,
+    gpu_missing: bool,
+}
+
+impl Total {
+    fn add(&mut self, other: Self) {
+        self.passed += other.passed;
+        self.failed += other.failed;
+        self.skipped += other.skipped;
+    }
+}
+
+fn run_folders(folders: &[PathBuf], names: &[String], device: &Device) -> Total {
+    let mut total = Total::default();
     for folder in folders {
-        println!("golden cases in {}", folder.display());
-        let names = match case_names(&folder) {
-            Ok(names) if !names.is_empty() => names,
+        println!(
+            "golden cases in {} on {:?}",
+            folder.display(),
+            device.location()
+        );
+        let all = match case_names(folder) {
+            Ok(all) if !all.is_empty() => all,
             Ok(_) => {
                 println!("FAILED  {}: no case in this folder", folder.display());
-                failed += 1;
+                total.failed += 1;
                 continue;
             }
             Err(error) => {
                 println!("FAILED  {}: {error}", folder.display());
-                failed += 1;
+                total.failed += 1;
                 continue;
             }
         };
-        for name in names {
-            match run(&folder, &name) {
+        let chosen = |name: &String| {
+            names.is_empty() || names.iter().any(|part| name.contains(part.as_str()))
+        };
+        for name in all.into_iter().filter(chosen) {
+            match run(folder, &name, device) {
                 Ok(Outcome::Skipped(why)) => {
                     println!("skipped {name}: {why}");
-                    skipped += 1;
+                    total.skipped += 1;
                 }
                 Ok(Outcome::Ran(report)) => {
                     let verdict = if report.passed() {
@@ -96,24 +170,19 @@ fn main() -> ExitCode {
                     };
                     println!("{verdict} {name}: {report}");
                     *(if report.passed() {
-                        &mut passed
+                        &mut total.passed
                     } else {
-                        &mut failed
+                        &mut total.failed
                     }) += 1;
                 }
                 Err(error) => {
                     println!("FAILED  {name}: {error}");
-                    failed += 1;
+                    total.failed += 1;
                 }
             }
         }
     }
-    println!("golden: {passed} passed, {failed} failed, {skipped} skipped");
-    if failed == 0 && passed > 0 {
-        ExitCode::SUCCESS
-    } else {
-        ExitCode::FAILURE
-    }
+    total
 }
 
 fn case_names(folder: &Path) -> std::io::Result<Vec<String>> {
@@ -243,11 +312,13 @@ fn values(x: &Tensor) -> Result<Vec<f64>> {
 struct Case {
     name: String,
     meta: Value,
+    /// On the CPU; what is computed with is carried to `device`.
     tensors: HashMap<String, Tensor>,
+    device: Device,
 }
 
 impl Case {
-    fn load(folder: &Path, name: &str) -> Result<Self> {
+    fn load(folder: &Path, name: &str, device: &Device) -> Result<Self> {
         let text = std::fs::read_to_string(folder.join(format!("{name}.json")))?;
         let meta: Value = serde_json::from_str(&text).map_err(Error::wrap)?;
         Ok(Self {
@@ -257,6 +328,7 @@ impl Case {
                 folder.join(format!("{name}.safetensors")),
                 &CPU,
             )?,
+            device: device.clone(),
         })
     }
 
@@ -267,8 +339,12 @@ impl Case {
         }
     }
 
+    fn on_device(&self, key: &str, dtype: DType) -> Result<Tensor> {
+        self.tensor(key)?.to_dtype(dtype)?.to_device(&self.device)
+    }
+
     fn var(&self, key: &str, dtype: DType) -> Result<Var> {
-        Var::from_tensor(&self.tensor(key)?.to_dtype(dtype)?)
+        Var::from_tensor(&self.on_device(key, dtype)?)
     }
 
     fn number(&self, key: &str) -> Result<f64> {
@@ -287,19 +363,19 @@ fn number(value: &Value, key: &str) -> Result<f64> {
     }
 }
 
-fn run(folder: &Path, name: &str) -> Result<Outcome> {
+fn run(folder: &Path, name: &str, device: &Device) -> Result<Outcome> {
     if name.contains("untied") {
         return Ok(Outcome::Skipped(
             "states whose halves differ are out of scope: the published model never reaches them",
         ));
     }
     if let Some(model) = name.strip_suffix("_io") {
-        let case = Case::load(folder, name)?;
+        let case = Case::load(folder, name, device)?;
         let mut report = Report::default();
         llama(&folder.join(model), &case, &mut report)?;
         return Ok(Outcome::Ran(report));
     }
-    let case = Case::load(folder, name)?;
+    let case = Case::load(folder, name, device)?;
     let mut report = Report::default();
     let check: fn(&Case, &mut Report) -> Result<()> = match name {
         "alibi_slopes" => alibi_slope_values,
@@ -349,14 +425,15 @@ fn llama(folder: &Path, case: &Case, report: &mut Report) -> Result<()> {
         }
         let saved = ModelFolder::open(copy.path())?;
         for (dtype, tolerance) in [(DType::F64, 1e-9), (DType::F32, 1e-4)] {
-            let model = saved.load(dtype, &CPU)?;
+            let model = saved.load(dtype, &case.device)?;
             let mut cache = KvCache::new(saved.config().num_hidden_layers);
             let mut run = |tokens: &Tensor, from: usize| {
                 let positions = Positions::Span {
                     start: from as i64,
                     len: tokens.dim(1)?,
                 };
-                model.forward_at(tokens, &positions, Some(&mut cache), &mut Ctx::default())
+                let tokens = tokens.to_device(&case.device)?;
+                model.forward_at(&tokens, &positions, Some(&mut cache), &mut Ctx::default())
             };
             let at = |what: &str| format!("{what} {dtype:?} {config}");
             let logits = run(ids, 0)?;
@@ -418,8 +495,19 @@ fn attention(case: &Case, report: &mut Report) -> Result<()> {
         EncodingConfig::Nope
     };
     let row = |key: &str| Positions::explicit(case.tensor(key)?.unsqueeze(0)?, None);
-    for (dtype, out_tolerance, grad_tolerance) in precisions(case, report)? {
-        let encoding = config.build(&dims, VarBuilder::zeros(dtype, &CPU))?;
+    let mut precisions = precisions(case, report)?;
+    let exact_in = case.meta["inputs_exact_in"].as_str().unwrap_or_default();
+    // The linear form's phase goes through sums of inputs, which bf16 would round.
+    let exact = exact_in.contains("bf16") && case.meta["variant"] != "linear";
+    if let (Some((outputs, gradients)), true) = (tolerance(&case.name)?.1, exact) {
+        precisions.push((DType::BF16, outputs, gradients));
+    }
+    for (dtype, out_tolerance, grad_tolerance) in precisions {
+        let rounding = match dtype {
+            DType::BF16 => ROUNDED_TO_BF16,
+            _ => 0.,
+        };
+        let encoding = config.build(&dims, VarBuilder::zeros(dtype, &case.device))?;
         for backend in BACKENDS {
             let [q, k, v] = ["q", "k", "v"].map(|key| case.var(key, dtype));
             let (q, k, v) = (q?, k?, v?);
@@ -437,20 +525,23 @@ fn attention(case: &Case, report: &mut Report) -> Result<()> {
                 causal: case.meta["causal"].as_bool().unwrap_or(false),
                 window: case.meta["window"].as_u64().map(|w| w as usize),
                 backend,
+                precision: Precision::Precise,
                 ..AttendSpec::causal().with_score(encoding.score(0))
             }
             .with_positions(row("q_pos")?, row("k_pos")?);
             let result = attend_with_lse(&qkv.q, &qkv.k, &qkv.v, &spec)?;
-            let upstream = case.tensor("dout")?.to_dtype(dtype)?;
+            let upstream = case.on_device("dout", dtype)?;
             let gradients = (&result.out * upstream)?.sum_all()?.backward()?;
             let at = |what: &str| format!("{what} {dtype:?} {backend:?}");
-            report.relative(at("out"), &result.out, case.tensor("out")?, out_tolerance)?;
+            let out = case.tensor("out")?;
+            report.relative(at("out"), &result.out, out, out_tolerance + rounding)?;
             report.relative(at("lse"), &result.lse, case.tensor("lse")?, out_tolerance)?;
             for (name, var) in [("dq", &q), ("dk", &k), ("dv", &v)] {
                 let Some(gradient) = gradients.get(var) else {
                     bail!("{name} got no gradient")
                 };
-                report.relative(at(name), gradient, case.tensor(name)?, grad_tolerance)?;
+                let want = case.tensor(name)?;
+                report.relative(at(name), gradient, want, grad_tolerance + rounding)?;
             }
         }
     }
@@ -504,15 +595,15 @@ fn alibi_bias(case: &Case, report: &mut Report) -> Result<()> {
             max_positions: 64,
         };
         let encoding = EncodingConfig::Alibi(AlibiConfig { slopes: None })
-            .build(&dims, VarBuilder::zeros(DType::F64, &CPU))?;
+            .build(&dims, VarBuilder::zeros(DType::F64, &case.device))?;
         let allowed = allowed.broadcast_as((h, t, s))?;
         let masked =
             allowed.where_cond(bias, &Tensor::full(f64::NEG_INFINITY, (h, t, s), &CPU)?)?;
         let want = candle_nn::ops::softmax(&masked, D::Minus1)?;
         let want_lse = masked.exp()?.sum(D::Minus1)?.log()?;
         for (dtype, tolerance) in [(DType::F64, 1e-13), (DType::F32, 1e-6)] {
-            let zeros = |n: usize| Tensor::zeros((1, h, n, 4), dtype, &CPU);
-            let identity = Tensor::eye(s, dtype, &CPU)?.broadcast_as((1, h, s, s))?;
+            let zeros = |n: usize| Tensor::zeros((1, h, n, 4), dtype, &case.device);
+            let identity = Tensor::eye(s, dtype, &case.device)?.broadcast_as((1, h, s, s))?;
             for backend in BACKENDS {
                 let row = |key: &str| {
                     Positions::explicit(case.tensor(&format!("{name}.{key}"))?.unsqueeze(0)?, None)
@@ -605,7 +696,14 @@ fn rope_applied(case: &Case, report: &mut Report) -> Result<()> {
         let last = start + positions.len() as i64;
         for (dtype, near, far) in [(DType::F64, 1e-12, 1e-9), (DType::F32, 5e-6, 5e-6)] {
             let tolerance = if start > 1000 { far } else { near };
-            let rotation = base.rotation(&dims, &positions, 1, dtype, &CPU, Some(last as usize))?;
+            let rotation = base.rotation(
+                &dims,
+                &positions,
+                1,
+                dtype,
+                &case.device,
+                Some(last as usize),
+            )?;
             let tables = [("cos", &rotation.cos), ("sin", &rotation.sin)];
             for (name, table) in tables {
                 let want = case.tensor(&key(name))?;
@@ -621,7 +719,7 @@ fn rope_applied(case: &Case, report: &mut Report) -> Result<()> {
                     [("q", "wq", "q_rot", "dq"), ("k", "wk", "k_rot", "dk")]
                 {
                     let x = case.var(&key(input), dtype)?;
-                    let upstream = case.tensor(&key(weight))?.to_dtype(dtype)?;
+                    let upstream = case.on_device(&key(weight), dtype)?;
                     let turned = rotate(&x, &rotation, layout)?;
                     let gradients = (&turned * upstream)?.sum_all()?.backward()?;
                     let Some(dx) = gradients.get(&x) else {
@@ -675,12 +773,12 @@ fn tape_weights(
         .collect()
 }
 
-fn builder(weights: &HashMap<String, Var>, dtype: DType) -> VarBuilder<'static> {
+fn builder(case: &Case, weights: &HashMap<String, Var>, dtype: DType) -> VarBuilder<'static> {
     let tensors = weights
         .iter()
         .map(|(name, var)| (name.clone(), var.as_tensor().clone()))
         .collect();
-    VarBuilder::from_tensors(tensors, dtype, &CPU)
+    VarBuilder::from_tensors(tensors, dtype, &case.device)
 }
 
 /// Compares gradients of every weight that the case has one for.
@@ -747,15 +845,15 @@ fn tape_initial_state(case: &Case, report: &mut Report) -> Result<()> {
             position_size: 4,
             ..TapeConfig::default()
         };
-        let encoding =
-            EncodingConfig::Tape(config).build(&dims, VarBuilder::zeros(DType::F64, &CPU))?;
+        let encoding = EncodingConfig::Tape(config)
+            .build(&dims, VarBuilder::zeros(DType::F64, &case.device))?;
         let t = number(facts, "seq")? as usize;
         let positions = Positions::Span {
             start: shift as i64,
             len: t,
         };
         for dtype in [DType::F64, DType::F32] {
-            let x = Tensor::zeros((1, t, heads * head_dim), dtype, &CPU)?;
+            let x = Tensor::zeros((1, t, heads * head_dim), dtype, &case.device)?;
             let Some(rotation) = encoding
                 .begin(&x, &positions, &mut Ctx::default())?
                 .rotation
@@ -804,8 +902,8 @@ fn tape_token_update(case: &Case, report: &mut Report) -> Result<()> {
             position_size: case.size("position_size")?,
             ..TapeConfig::default()
         };
-        let encoding =
-            EncodingConfig::Tape(config).build(&tape_dims(case, 2)?, builder(&weights, dtype))?;
+        let encoding = EncodingConfig::Tape(config)
+            .build(&tape_dims(case, 2)?, builder(case, &weights, dtype))?;
         let x = case.var("in.x", dtype)?;
         let (cos, sin) = tape_state(case, dtype)?;
         let state = PosState {
@@ -818,7 +916,7 @@ fn tape_token_update(case: &Case, report: &mut Report) -> Result<()> {
         let Some(new) = encoding.update(0, state, None, &x)?.rotation else {
             bail!("the update lost the state")
         };
-        let mut loss = Tensor::zeros((), dtype, &CPU)?;
+        let mut loss = Tensor::zeros((), dtype, &case.device)?;
         for (what, new, old) in [("cos", &new.cos, &cos), ("sin", &new.sin, &sin)] {
             let change = (new - old.as_tensor())?;
             let want = first_half(case.tensor(&format!("out.{what}"))?)?;
@@ -856,13 +954,13 @@ fn tape_token_update(case: &Case, report: &mut Report) -> Result<()> {
 }
 
 fn tape_state(case: &Case, dtype: DType) -> Result<(Var, Var)> {
-    let half = |key: &str| Var::from_tensor(&first_half(&case.tensor(key)?.to_dtype(dtype)?)?);
+    let half = |key: &str| Var::from_tensor(&first_half(&case.on_device(key, dtype)?)?);
     Ok((half("in.cos")?, half("in.sin")?))
 }
 
 /// sum(x · weight), the weight in x's dtype.
 fn weighted_sum(x: &Tensor, weight: &Tensor) -> Result<Tensor> {
-    (x * weight.to_dtype(x.dtype())?)?.sum_all()
+    (x * weight.to_dtype(x.dtype())?.to_device(x.device())?)?.sum_all()
 }
 
 /// x (B,T,C) · weightᵀ.
@@ -907,7 +1005,7 @@ fn tape_attention(case: &Case, report: &mut Report) -> Result<()> {
             let weights = tape_weights(case, dtype, str::to_string)?;
             // Not the last layer: there nobody reads the averaged state, and none rides along.
             let encoding = EncodingConfig::Tape(TapeConfig::default())
-                .build(&tape_dims(case, 2)?, VarBuilder::zeros(dtype, &CPU))?;
+                .build(&tape_dims(case, 2)?, VarBuilder::zeros(dtype, &case.device))?;
             let hidden = case.var("in.hidden", dtype)?;
             let (cos, sin) = tape_state(case, dtype)?;
             let state = PosState {
@@ -1014,8 +1112,10 @@ fn tape_layers(case: &Case, report: &mut Report) -> Result<()> {
                 position_size: case.size("position_size")?,
                 ..TapeConfig::default()
             };
-            let encoding = EncodingConfig::Tape(config)
-                .build(&tape_dims(case, layers + 1)?, builder(&weights, dtype))?;
+            let encoding = EncodingConfig::Tape(config).build(
+                &tape_dims(case, layers + 1)?,
+                builder(case, &weights, dtype),
+            )?;
             let hidden = case.var("in.hidden", dtype)?;
             let (cos, sin) = tape_state(case, dtype)?;
             let mut state = PosState {
@@ -1103,11 +1203,11 @@ fn tape_model(case: &Case, report: &mut Report) -> Result<()> {
             ..TapeConfig::default()
         }),
     };
-    let tokens = case.tensor("in.ids")?.to_dtype(DType::U32)?;
+    let tokens = case.on_device("in.ids", DType::U32)?;
     for (dtype, out_tolerance, grad_tolerance) in precisions(case, report)? {
         for backend in BACKENDS {
             let weights = tape_weights(case, dtype, str::to_string)?;
-            let model = Llama::new(&config, builder(&weights, dtype))?.with_backend(backend);
+            let model = Llama::new(&config, builder(case, &weights, dtype))?.with_backend(backend);
             let logits = model.forward(&tokens, &mut Ctx::default())?;
             let at = format!("out.logits {dtype:?} {backend:?}");
             report.relative(at, &logits, case.tensor("out.logits")?, out_tolerance)?;

@@ -6,11 +6,17 @@ use candle_posenc::{
     Problem, Score,
 };
 
-const GPUS: [DeviceKind; 4] = [
+const GPUS: [DeviceKind; 3] = [
     DeviceKind::Cuda { cc: Some((8, 0)) },
     DeviceKind::Cuda { cc: Some((9, 0)) },
-    DeviceKind::Cuda { cc: None },
-    DeviceKind::Metal,
+    DeviceKind::Cuda { cc: Some((12, 1)) },
+];
+
+/// Devices without a fused kernel, and what reasons call them.
+const WITHOUT_KERNELS: [(DeviceKind, &str); 3] = [
+    (DeviceKind::Cuda { cc: Some((7, 5)) }, "7.5, below 8.0"),
+    (DeviceKind::Cuda { cc: None }, "None"),
+    (DeviceKind::Metal, "Metal"),
 ];
 
 fn problem(device: DeviceKind, dtype: DType) -> Problem {
@@ -62,7 +68,8 @@ fn auto_and_fused_on_cpu_take_the_fused_path() -> Result<()> {
 
 #[test]
 fn dense_is_taken_wherever_it_is_asked_for() -> Result<()> {
-    for device in GPUS.into_iter().chain([DeviceKind::Cpu]) {
+    let without = WITHOUT_KERNELS.map(|(device, _)| device);
+    for device in GPUS.into_iter().chain(without).chain([DeviceKind::Cpu]) {
         let plan = plan_problem(&problem(device, DType::F32), &on(Backend::Dense))?;
         assert_eq!(plan.path, Path::Dense);
         assert!(plan.reason.contains("asked"), "{}", plan.reason);
@@ -73,11 +80,11 @@ fn dense_is_taken_wherever_it_is_asked_for() -> Result<()> {
 
 #[test]
 fn auto_without_a_kernel_for_the_device_is_dense_and_says_why() -> Result<()> {
-    for device in GPUS {
+    for (device, name) in WITHOUT_KERNELS {
         let plan = plan_problem(&problem(device, DType::BF16), &on(Backend::Auto))?;
         assert_eq!(plan.path, Path::Dense);
         assert!(
-            plan.reason.contains(&format!("{device:?}")) && plan.reason.contains("no fused kernel"),
+            plan.reason.contains(name) && plan.reason.contains("no fused kernel"),
             "{}",
             plan.reason
         );
@@ -87,7 +94,7 @@ fn auto_without_a_kernel_for_the_device_is_dense_and_says_why() -> Result<()> {
 
 #[test]
 fn fused_without_a_kernel_for_the_device_is_refused_with_a_way_out() {
-    for device in GPUS {
+    for (device, _) in WITHOUT_KERNELS {
         let error = refusal(plan_problem(
             &problem(device, DType::F32),
             &on(Backend::Fused),
@@ -99,6 +106,120 @@ fn fused_without_a_kernel_for_the_device_is_refused_with_a_way_out() {
 }
 
 #[test]
+fn auto_and_fused_on_gpus_take_the_fused_path() -> Result<()> {
+    for device in GPUS {
+        for backend in [Backend::Auto, Backend::Fused] {
+            for (dtype, kernel) in [
+                (DType::BF16, "attend_forward_dot_w64_v2_bf16"),
+                (DType::F16, "attend_forward_dot_w64_v2_f16"),
+                (DType::F32, "attend_simt_dot_f32"),
+                (DType::F64, "attend_simt_dot_f64"),
+            ] {
+                let plan = plan_problem(&problem(device, dtype), &on(backend))?;
+                assert_eq!((plan.path, plan.kernel.as_str()), (Path::FusedCuda, kernel));
+                assert!(plan.reason.contains("GPU"), "{}", plan.reason);
+                assert!(plan.copies.is_empty(), "{:?}", plan.copies);
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Two rows of 8 heads in bf16 on an H200.
+fn on_gpu(t: usize, s: usize, d: usize, e: usize) -> Problem {
+    Problem {
+        q: Operand::contiguous([2, 8, t, d]),
+        k: Operand::contiguous([2, 2, s, d]),
+        v: Operand::contiguous([2, 2, s, e]),
+        ..problem(DeviceKind::Cuda { cc: Some((9, 0)) }, DType::BF16)
+    }
+}
+
+#[test]
+fn heads_too_wide_for_the_gpu_kernels_are_dense_or_refused_with_the_limit() -> Result<()> {
+    for wide in [on_gpu(100, 300, 264, 64), on_gpu(100, 300, 64, 520)] {
+        let plan = plan_problem(&wide, &on(Backend::Auto))?;
+        assert_eq!(plan.path, Path::Dense);
+        let error = refusal(plan_problem(&wide, &on(Backend::Fused)));
+        for text in [plan.reason, error] {
+            for part in ["256", "512", &wide.q.dims[3].to_string()] {
+                assert!(text.contains(part), "{text}");
+            }
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn precision_on_a_gpu_is_what_was_asked_for_where_there_is_a_choice() -> Result<()> {
+    for precision in [Precision::Fast, Precision::Precise] {
+        let spec = AttendSpec {
+            precision,
+            ..on(Backend::Auto)
+        };
+        let planned = |problem: Problem, score: Score| -> Result<_> {
+            Ok(plan_problem(&problem, &spec.clone().with_score(score))?.precision)
+        };
+        let single = Problem {
+            dtype: DType::F32,
+            ..on_gpu(100, 300, 64, 64)
+        };
+        let precise = Some(Precision::Precise);
+        assert_eq!(planned(on_gpu(100, 300, 64, 64), phase())?, Some(precision));
+        assert_eq!(planned(on_gpu(16, 300, 64, 64), phase())?, precise);
+        assert_eq!(planned(single, phase())?, precise);
+        assert_eq!(planned(on_gpu(100, 300, 64, 64), Score::Dot)?, None);
+    }
+    Ok(())
+}
+
+#[test]
+fn gpu_copies_are_of_operands_whose_rows_are_not_aligned() -> Result<()> {
+    let plain = on_gpu(100, 300, 64, 64);
+    let copies = |problem: Problem| -> Result<Plan> { plan_problem(&problem, &on(Backend::Auto)) };
+    let interleaved = Problem {
+        q: Operand {
+            strides: [51200, 64, 512, 1],
+            ..plain.q
+        },
+        ..plain
+    };
+    assert!(copies(interleaved)?.copies.is_empty());
+    let shifted = Problem {
+        k: Operand {
+            offset: 4,
+            ..plain.k
+        },
+        ..plain
+    };
+    let plan = copies(shifted)?;
+    assert_eq!(plan.copies, ["makes k contiguous"]);
+    assert!(plan.workspace_bytes >= 2 * 2 * 300 * 64 * 2);
+    assert!(copies(Problem {
+        dtype: DType::F32,
+        ..shifted
+    })?
+    .copies
+    .is_empty());
+    Ok(())
+}
+
+#[test]
+fn gpu_workspace_is_linear_in_length() -> Result<()> {
+    for score in [Score::Dot, phase()] {
+        for t in [1, 1000] {
+            let of_length = |s: usize| -> Result<usize> {
+                let spec = on(Backend::Auto).with_score(score.clone());
+                Ok(plan_problem(&on_gpu(t, s, 64, 64), &spec)?.workspace_bytes)
+            };
+            let [short, long] = [of_length(4_000)?, of_length(400_000)?];
+            assert!(long <= 200 * short.max(1 << 16), "{short} {long}");
+        }
+    }
+    Ok(())
+}
+
+#[test]
 fn plan_of_tensors_equals_plan_of_their_problem() -> Result<()> {
     let q = Tensor::zeros((2, 100, 8, 64), DType::BF16, &Device::Cpu)?.transpose(1, 2)?;
     let k = Tensor::zeros((2, 2, 300, 64), DType::BF16, &Device::Cpu)?;
@@ -107,6 +228,7 @@ fn plan_of_tensors_equals_plan_of_their_problem() -> Result<()> {
         q: Operand {
             dims: [2, 8, 100, 64],
             strides: [51200, 64, 512, 1],
+            offset: 0,
         },
         ..problem(DeviceKind::Cpu, DType::BF16)
     };
@@ -266,6 +388,7 @@ fn workspace_of_absurd_shapes_does_not_overflow() -> Result<()> {
     let operand = Operand {
         dims: [usize::MAX, 1, usize::MAX, 64],
         strides: [0; 4],
+        offset: 0,
     };
     let absurd = Problem {
         q: operand,
@@ -278,6 +401,19 @@ fn workspace_of_absurd_shapes_does_not_overflow() -> Result<()> {
     assert_eq!(plan.workspace_bytes, usize::MAX);
     let plan = plan_problem(&absurd, &on(Backend::Fused))?;
     assert!(plan.workspace_bytes > 1 << 40, "{}", plan.workspace_bytes);
+    for dtype in [DType::BF16, DType::F32] {
+        let on_gpu = Problem {
+            dtype,
+            device: DeviceKind::Cuda { cc: Some((9, 0)) },
+            ..absurd
+        };
+        for score in [Score::Dot, phase()] {
+            assert_eq!(
+                plan_problem(&on_gpu, &on(Backend::Fused).with_score(score))?.path,
+                Path::FusedCuda
+            );
+        }
+    }
     Ok(())
 }
 

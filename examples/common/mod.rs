@@ -10,6 +10,7 @@ use std::io::Write;
 use std::process::ExitCode;
 
 pub mod codec;
+pub mod device;
 pub mod evaluation;
 pub mod names;
 pub mod plot;

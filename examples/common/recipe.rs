@@ -1,7 +1,7 @@
 //! Small models and their training from the beginning.
 
 use super::progress::Progress;
-use candle_core::{bail, Device, Result};
+use candle_core::{bail, Result};
 use candle_posenc::train::{AdamWConfig, Parameters, Schedule, Trainer, TrainerConfig};
 use candle_posenc::{EncodingConfig, Llama, LlamaConfig};
 
@@ -133,9 +133,4 @@ pub fn train(
 /// Bytes as token ids.
 pub fn tokens(bytes: &[u8]) -> Vec<u32> {
     bytes.iter().map(|byte| u32::from(*byte)).collect()
-}
-
-/// The device that examples run on. The code is the same for any.
-pub fn device() -> Device {
-    Device::Cpu
 }

@@ -1,23 +1,23 @@
-//! The fused path as one candle operation: forward and backward side by side, scores recomputed from the saved
-//! log-sum-exp.
+//! The fused path as one candle operation: forward and backward side by side. On the CPU the backward pass computes
+//! scores anew from the saved log-sum-exp; on a GPU it goes through the dense path, until it has kernels of its own.
 
 use super::cpu::{self, RowStatistics, Rows};
 use super::problem::{Dims, Resolved};
-use super::AttendOutput;
+use super::{dense, AttendOutput};
 use crate::host::{on_host, Element, View};
 use candle_core::backend::BackendStorage;
-use candle_core::{bail, CpuStorage, CustomOp3, DType, Layout, Result, Shape, Tensor};
+use candle_core::{bail, CpuStorage, CustomOp3, DType, Layout, Result, Shape, Tensor, Var};
 use half::{bf16, f16};
 use std::sync::{Arc, OnceLock};
 
+#[cfg(feature = "cuda")]
+use candle_core::CudaStorage;
+
 pub(super) fn attend(q: &Tensor, k: &Tensor, v: &Tensor, call: Resolved) -> Result<Tensor> {
     let tracked = [q, k, v].iter().any(|x| x.track_op());
-    let op = FusedAttention::new(call, tracked);
-    if tracked {
-        q.apply_op3(k, v, op)
-    } else {
-        q.apply_op3_no_bwd(k, v, &op)
-    }
+    // On a GPU the backward pass needs nothing from the forward pass.
+    let op = FusedAttention::new(call, tracked && q.device().is_cpu());
+    apply([q, k, v], op)
 }
 
 pub(super) fn attend_with_lse(
@@ -28,37 +28,53 @@ pub(super) fn attend_with_lse(
 ) -> Result<AttendOutput> {
     let op = FusedAttention::new(call, true);
     let saved = op.saved.clone();
-    let out = if [q, k, v].iter().any(|x| x.track_op()) {
-        q.apply_op3(k, v, op)?
-    } else {
-        q.apply_op3_no_bwd(k, v, &op)?
-    };
-    match saved.get() {
+    let out = apply([q, k, v], op)?;
+    let lse = match saved.get() {
         // Where no key is visible this is −∞ + 0.
-        Some(saved) => Ok(AttendOutput {
-            out,
-            lse: (&saved.greatest + &saved.log_sum)?,
-        }),
+        Some(Saved::OnHost {
+            greatest, log_sum, ..
+        }) => (greatest + log_sum)?,
+        #[cfg(feature = "cuda")]
+        Some(Saved::OnGpu { lse }) => lse.clone(),
         None => bail!("attend: the forward pass left no log-sum-exp"),
+    };
+    Ok(AttendOutput { out, lse })
+}
+
+fn apply(inputs: [&Tensor; 3], op: FusedAttention) -> Result<Tensor> {
+    #[cfg(feature = "cuda")]
+    let readable = super::cuda::readable(inputs, &op.call)?;
+    #[cfg(feature = "cuda")]
+    let inputs = readable.each_ref();
+    let [q, k, v] = inputs;
+    if inputs.iter().any(|x| x.track_op()) {
+        q.apply_op3(k, v, op)
+    } else {
+        q.apply_op3_no_bwd(k, v, &op)
     }
 }
 
 /// One call of the fused path. Each call needs an object of its own: the saved values belong to it.
 struct FusedAttention {
     call: Resolved,
-    /// Whether the forward pass leaves what the backward pass needs.
+    /// Whether the forward pass leaves what the backward pass, or the caller, needs.
     save: bool,
     saved: Arc<OnceLock<Saved>>,
 }
 
 /// What the backward pass needs beside the inputs and the output.
-struct Saved {
-    /// (B,H,T), f32 or f64: each row's greatest score and the logarithm of its sum, [`RowStatistics`].
-    greatest: Tensor,
-    log_sum: Tensor,
-    /// (B,H,T,E) in f32 where the output was rounded to half precision: Σ out·grad from rounded values would
-    /// lose the small differences that make the score's gradient.
-    exact_out: Option<Tensor>,
+enum Saved {
+    OnHost {
+        /// (B,H,T), f32 or f64: each row's greatest score and the logarithm of its sum, [`RowStatistics`].
+        greatest: Tensor,
+        log_sum: Tensor,
+        /// (B,H,T,E) in f32 where the output was rounded to half precision: Σ out·grad from rounded values would
+        /// lose the small differences that make the score's gradient.
+        exact_out: Option<Tensor>,
+    },
+    /// (B,H,T), f32 or f64.
+    #[cfg(feature = "cuda")]
+    OnGpu { lse: Tensor },
 }
 
 impl FusedAttention {
@@ -68,6 +84,15 @@ impl FusedAttention {
             save,
             saved: Arc::default(),
         }
+    }
+
+    fn leave(&self, saved: Saved) -> Result<()> {
+        if self.saved.set(saved).is_err() {
+            bail!(
+                "attend: one operation object was applied twice; its log-sum-exp would be mixed up"
+            )
+        }
+        Ok(())
     }
 
     fn forward<T: Element>(&self, [q, k, v]: [(&CpuStorage, &Layout); 3]) -> Result<CpuStorage> {
@@ -81,17 +106,14 @@ impl FusedAttention {
         );
         if self.save {
             let device = candle_core::Device::Cpu;
-            let saved = Saved {
+            self.leave(Saved::OnHost {
                 greatest: Tensor::from_vec(result.rows.greatest, (b, h, t), &device)?,
                 log_sum: Tensor::from_vec(result.rows.log_sum, (b, h, t), &device)?,
                 exact_out: result
                     .exact_out
                     .map(|out| Tensor::from_vec(out, (b, h, t, e), &device))
                     .transpose()?,
-            };
-            if self.saved.set(saved).is_err() {
-                bail!("attend: one operation object was applied twice; its log-sum-exp would be mixed up")
-            }
+            })?;
         }
         Ok(T::to_cpu_storage_owned(result.out))
     }
@@ -100,7 +122,7 @@ impl FusedAttention {
         &self,
         [q, k, v, out, grad]: [&Tensor; 5],
     ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
-        let Some(Saved {
+        let Some(Saved::OnHost {
             greatest,
             log_sum,
             exact_out,
@@ -140,6 +162,25 @@ impl FusedAttention {
     }
 }
 
+/// Gradients through the dense path, whose inputs are copies so that nothing is tracked beyond them.
+fn dense_backward(
+    call: &Resolved,
+    inputs: [&Tensor; 3],
+    grad: &Tensor,
+) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
+    let copy = |x: &Tensor| Var::from_tensor(&x.detach());
+    let [q, k, v] = inputs;
+    let (q, k, v) = (copy(q)?, copy(k)?, copy(v)?);
+    let out = dense::attend(&q, &k, &v, call)?.out;
+    let gradients = (out * grad.detach())?.sum_all()?.backward()?;
+    let gradient = |x: &Var| match gradients.get(x) {
+        Some(gradient) => Ok(Some(gradient.clone())),
+        // Nothing is seen, or there is nothing to see.
+        None => x.zeros_like().map(Some),
+    };
+    Ok((gradient(&q)?, gradient(&k)?, gradient(&v)?))
+}
+
 impl CustomOp3 for FusedAttention {
     fn name(&self) -> &'static str {
         "attend"
@@ -166,6 +207,29 @@ impl CustomOp3 for FusedAttention {
         Ok((out, Shape::from((b, h, t, e))))
     }
 
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(
+        &self,
+        q: &CudaStorage,
+        q_layout: &Layout,
+        k: &CudaStorage,
+        k_layout: &Layout,
+        v: &CudaStorage,
+        v_layout: &Layout,
+    ) -> Result<(CudaStorage, Shape)> {
+        let Dims { b, h, t, e, .. } = self.call.dims;
+        let operands = [(q, q_layout), (k, k_layout), (v, v_layout)];
+        let (out, lse) = super::cuda::forward(&self.call, operands, self.save)?;
+        if let Some(lse) = lse {
+            let lse = candle_core::Storage::Cuda(lse);
+            let untracked = candle_core::op::BackpropOp::none();
+            self.leave(Saved::OnGpu {
+                lse: Tensor::from_storage(lse, (b, h, t), untracked, false),
+            })?;
+        }
+        Ok((out, Shape::from((b, h, t, e))))
+    }
+
     fn bwd(
         &self,
         q: &Tensor,
@@ -175,6 +239,9 @@ impl CustomOp3 for FusedAttention {
         grad: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
         let tensors = [q, k, v, out, grad];
+        if !q.device().is_cpu() {
+            return dense_backward(&self.call, [q, k, v], grad);
+        }
         match q.dtype() {
             DType::F32 => self.backward::<f32>(tensors),
             DType::F64 => self.backward::<f64>(tensors),
@@ -182,5 +249,55 @@ impl CustomOp3 for FusedAttention {
             DType::F16 => self.backward::<f16>(tensors),
             other => bail!("attend: no gradient for dtype {other:?}"),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::attend::{AttendSpec, Backend, Problem};
+    use candle_core::Device;
+
+    fn normal(dims: (usize, usize, usize, usize)) -> Result<Tensor> {
+        Tensor::randn(0f64, 1., dims, &Device::Cpu)
+    }
+
+    #[test]
+    fn gradients_by_way_of_the_dense_path_equal_its_own() -> Result<()> {
+        let [q, k, v, grad] = [
+            normal((2, 4, 5, 6))?,
+            normal((2, 2, 7, 6))?,
+            normal((2, 2, 7, 3))?,
+            normal((2, 4, 5, 3))?,
+        ];
+        let spec = AttendSpec::causal().with_backend(Backend::Dense);
+        let call = Problem::of(&q, &k, &v)?.resolve(&spec)?;
+        let (dq, dk, dv) = dense_backward(&call, [&q, &k, &v], &grad)?;
+        let vars = [&q, &k, &v].map(Var::from_tensor);
+        let [Ok(q), Ok(k), Ok(v)] = &vars else {
+            bail!("no variables")
+        };
+        let out = crate::attend::attend(q, k, v, &spec)?;
+        let gradients = (out * grad)?.sum_all()?.backward()?;
+        for (var, gradient) in [(q, dq), (k, dk), (v, dv)] {
+            let expected = gradients.get(var).unwrap().flatten_all()?;
+            let gradient = gradient.unwrap();
+            assert_eq!(gradient.dims(), var.dims());
+            assert_eq!(
+                gradient.flatten_all()?.to_vec1::<f64>()?,
+                expected.to_vec1::<f64>()?
+            );
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn gradients_by_way_of_the_dense_path_are_zero_where_there_is_no_key() -> Result<()> {
+        let (q, kv) = (normal((1, 2, 3, 4))?, normal((1, 2, 0, 4))?);
+        let call = Problem::of(&q, &kv, &kv)?.resolve(&AttendSpec::causal())?;
+        let (dq, dk, _) = dense_backward(&call, [&q, &kv, &kv], &q)?;
+        assert_eq!(dq.unwrap().flatten_all()?.to_vec1::<f64>()?, [0.; 24]);
+        assert_eq!(dk.unwrap().dims(), kv.dims());
+        Ok(())
     }
 }

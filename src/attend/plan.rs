@@ -1,5 +1,6 @@
 //! Which path a call takes, decided from shapes alone, so that it can be asked and tested without a device.
 
+use super::launch::{self, Demand, Kernel, ScoreKind};
 use super::problem::{saturating_product, saturating_sum, Dims};
 use super::{cpu, AttendSpec, Backend, DeviceKind, Precision, Problem, Score};
 use crate::positions::Positions;
@@ -14,6 +15,9 @@ pub enum Path {
     Dense,
     /// Tiles on the host's cores; memory linear in T and S.
     FusedCpu,
+    /// The kernels for NVIDIA GPUs of compute capability 8.0 and later; memory linear in T and S. For now gradients
+    /// come from tensor operations over a (B, H, T, S) matrix.
+    FusedCuda,
 }
 
 /// What [`attend`](super::attend) will do with a call, and why.
@@ -23,11 +27,13 @@ pub struct Plan {
     pub path: Path,
     /// Why this one.
     pub reason: String,
-    /// The code within it: the instruction set of the CPU kernels, "tensor operations" for the dense path.
+    /// The code within it: the instruction set of the CPU kernels, the name of the GPU kernel, "tensor operations" for
+    /// the dense path.
     pub kernel: String,
     /// The dtype in which scores and sums are held.
     pub accumulate: DType,
-    /// How exactly the phase is evaluated, for [`Score::Phase`]. On the CPU always [`Precision::Precise`].
+    /// How exactly the phase is evaluated, for [`Score::Phase`]. Always [`Precision::Precise`] on the CPU, on the dense
+    /// path, and on a GPU for up to 16 queries and wherever tensor cores are not used.
     pub precision: Option<Precision>,
     /// Memory beyond inputs and output that the forward pass of untracked tensors asks for at most, in bytes; on the
     /// dense path without what candle's matrix products set aside.
@@ -68,13 +74,17 @@ impl fmt::Display for Plan {
 
 /// The plan for [`attend`](super::attend) of these tensors.
 ///
+/// Positions are not looked at. On a GPU, ones that span 2^30 or more take a kernel without tensor cores, whatever the
+/// plan says.
+///
 /// # Errors
 /// As [`attend`](super::attend), positions aside.
 pub fn plan(q: &Tensor, k: &Tensor, v: &Tensor, spec: &AttendSpec) -> Result<Plan> {
     plan_problem(&Problem::of(q, k, v)?, spec)
 }
 
-/// The plan for a problem that need not exist: no tensors, no device.
+/// The plan for a problem that need not exist: no tensors, no device. For GPUs it is that of a build with the feature
+/// `cuda`, also in one without.
 ///
 /// # Errors
 /// As [`attend`](super::attend), positions aside.
@@ -117,13 +127,97 @@ pub fn plan_problem(problem: &Problem, spec: &AttendSpec) -> Result<Plan> {
                 copies,
             })
         }
-        (Backend::Auto, device) => Ok(dense(&format!(
-            "this version has no fused kernel for {device:?}"
-        ))),
-        (Backend::Fused, device) => bail!(
-            "attend: Backend::Fused was asked for, but this version has no fused kernel for {device:?}; Backend::Auto would take the dense path"
-        ),
+        (Backend::Auto | Backend::Fused, device) => match cuda_plan(problem, &dims, spec) {
+            Ok(plan) => Ok(plan),
+            Err(reason) if spec.backend == Backend::Auto => Ok(dense(&reason)),
+            Err(reason) => bail!(
+                "attend: Backend::Fused was asked for, but {reason} ({device:?}); Backend::Auto would take the dense path"
+            ),
+        },
     }
+}
+
+/// The plan on a GPU, or why there is none.
+fn cuda_plan(
+    problem: &Problem,
+    dims: &Dims,
+    spec: &AttendSpec,
+) -> std::result::Result<Plan, String> {
+    let compute_capability = match problem.device {
+        DeviceKind::Cuda { cc: Some(cc) } if cc >= launch::OLDEST => cc,
+        DeviceKind::Cuda {
+            cc: Some((major, minor)),
+        } => {
+            let (oldest, point) = launch::OLDEST;
+            return Err(format!(
+                "this version has no fused kernel for compute capability {major}.{minor}, below {oldest}.{point}"
+            ));
+        }
+        device => return Err(format!("this version has no fused kernel for {device:?}")),
+    };
+    let score = ScoreKind::of(&spec.score, spec.precision);
+    let kernel = Kernel::choose(&Demand {
+        dims: *dims,
+        dtype: problem.dtype,
+        score,
+    })?;
+    let copied = [("q", problem.q), ("k", problem.k), ("v", problem.v)]
+        .into_iter()
+        .filter(|(_, operand)| kernel.needs_copy(operand, problem.dtype));
+    let copied_bytes = copied.clone().map(|(_, operand)| {
+        saturating_product(operand.dims).saturating_mul(problem.dtype.size_in_bytes())
+    });
+    let turns_bytes = match score {
+        ScoreKind::Phase { .. } => {
+            let reach = launch::reach(greatest_distance(dims, spec));
+            launch::turns_len(reach).saturating_mul(size_of::<[f32; 2]>())
+        }
+        _ => 0,
+    };
+    let position_bytes = match are_explicit(spec) {
+        true => position_bytes(dims, spec).saturating_add(launch::position_bytes(dims)),
+        false => 0,
+    };
+    let (major, minor) = compute_capability;
+    Ok(Plan {
+        path: Path::FusedCuda,
+        reason: format!("the tensors are on a GPU of compute capability {major}.{minor}"),
+        kernel: kernel.entry(problem.dtype),
+        accumulate: match problem.dtype {
+            DType::F64 => DType::F64,
+            _ => DType::F32,
+        },
+        precision: matches!(score, ScoreKind::Phase { .. }).then_some(kernel.precision()),
+        workspace_bytes: saturating_sum([
+            launch::workspace_bytes(&kernel, dims),
+            copied_bytes.fold(0, usize::saturating_add),
+            turns_bytes,
+            position_bytes,
+        ]),
+        copies: copied
+            .map(|(name, _)| format!("makes {name} contiguous"))
+            .collect(),
+    })
+}
+
+/// No less than the distance of any query and a key that it sees.
+fn greatest_distance(dims: &Dims, spec: &AttendSpec) -> u64 {
+    let span = |start: i64, len: usize| {
+        let last = start.saturating_add_unsigned(len.saturating_sub(1) as u64);
+        (start.max(0), last.max(0))
+    };
+    let (q, k) = match (&spec.q_positions, &spec.k_positions) {
+        (Some(Positions::Span { start: q, .. }), Some(Positions::Span { start: k, .. })) => {
+            (span(*q, dims.t), span(*k, dims.s))
+        }
+        _ if are_explicit(spec) => return u64::MAX,
+        // Both end at the same position.
+        _ => {
+            let longest = span(0, dims.t.max(dims.s));
+            (longest, longest)
+        }
+    };
+    launch::greatest_distance(q, k, spec.causal, spec.window_of_64_bits())
 }
 
 /// Whether positions are tensors, which may have a row for each batch row, and padding in them.

@@ -1,6 +1,6 @@
 //! What is asked of attention, checked once: shapes, dtypes, parameters, positions.
 
-use super::{AttendSpec, Score};
+use super::{AttendSpec, Precision, Score};
 use crate::positions::{PositionTable, Positions};
 use candle_core::{bail, DType, Device, Result, Tensor};
 use std::sync::Arc;
@@ -12,6 +12,8 @@ pub struct Operand {
     pub dims: [usize; 4],
     /// Distance between neighbours along each dimension.
     pub strides: [usize; 4],
+    /// Elements of its memory before the first one; kernels for GPUs ask how it is aligned.
+    pub offset: usize,
 }
 
 impl Operand {
@@ -21,6 +23,7 @@ impl Operand {
         Self {
             dims,
             strides: [h * t * d, t * d, d, 1],
+            offset: 0,
         }
     }
 
@@ -35,7 +38,11 @@ impl Operand {
 
     fn of(t: &Tensor, name: &str) -> Result<Self> {
         match (t.dims().try_into(), t.stride().try_into()) {
-            (Ok(dims), Ok(strides)) => Ok(Self { dims, strides }),
+            (Ok(dims), Ok(strides)) => Ok(Self {
+                dims,
+                strides,
+                offset: t.layout().start_offset(),
+            }),
             _ => bail!("attend: {name} must be (batch, heads, tokens, width), got {t:?}"),
         }
     }
@@ -46,7 +53,8 @@ impl Operand {
 pub enum DeviceKind {
     /// The host.
     Cpu,
-    /// An NVIDIA GPU of this compute capability, (9, 0) for an H200. `None` where it was not asked for.
+    /// An NVIDIA GPU of this compute capability, (9, 0) for an H200. `None` where it is unknown: the plan is then that
+    /// of a GPU for which there is no kernel.
     Cuda {
         /// Major and minor version.
         cc: Option<(u32, u32)>,
@@ -99,7 +107,9 @@ impl Problem {
             dtype: q.dtype(),
             device: match q.device() {
                 Device::Cpu => DeviceKind::Cpu,
-                Device::Cuda(_) => DeviceKind::Cuda { cc: None },
+                Device::Cuda(device) => DeviceKind::Cuda {
+                    cc: compute_capability(device)?,
+                },
                 Device::Metal(_) => DeviceKind::Metal,
             },
         })
@@ -235,9 +245,10 @@ impl Problem {
             dims,
             score,
             causal: spec.causal,
-            window: spec.window.map(|w| i64::try_from(w).unwrap_or(i64::MAX)),
+            window: spec.window_of_64_bits(),
             q_positions: q,
             k_positions: k,
+            precision: spec.precision,
         })
     }
 
@@ -266,6 +277,17 @@ impl Problem {
         }
         Ok(())
     }
+}
+
+#[cfg(feature = "cuda")]
+fn compute_capability(device: &candle_core::CudaDevice) -> Result<Option<(u32, u32)>> {
+    super::cuda::compute_capability(device).map(Some)
+}
+
+/// Without the feature there is no such device.
+#[cfg(not(feature = "cuda"))]
+fn compute_capability(_: &candle_core::CudaDevice) -> Result<Option<(u32, u32)>> {
+    Ok(None)
 }
 
 /// The sizes of one call, by the letters of [the module](super).
@@ -317,6 +339,8 @@ pub(crate) struct Resolved {
     pub q_positions: PositionTable,
     /// S positions a row.
     pub k_positions: PositionTable,
+    /// Of the phase, where a kernel offers a choice.
+    pub precision: Precision,
 }
 
 impl Resolved {

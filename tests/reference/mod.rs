@@ -16,6 +16,7 @@ use candle_posenc::{attend_with_lse, AttendSpec, Backend, Positions, Score};
 use half::{bf16, f16};
 use rand::{rngs::StdRng, SeedableRng};
 use rand_distr::{Distribution, StandardNormal};
+use rayon::prelude::*;
 use std::f64::consts::TAU;
 
 /// Roundings of an element's mass that are forgiven at least: sums of up to 256 terms in another order. Longer sums
@@ -223,6 +224,32 @@ struct Pair {
     angle_mass: f64,
 }
 
+/// One query's part of a forward pass.
+struct Row {
+    /// The keys that it sees; their pairs with it and their weights.
+    seen: Vec<usize>,
+    pairs: Vec<Pair>,
+    weights: Vec<f64>,
+    /// 1 + the greatest mass of a score.
+    condition: f64,
+    lse: f64,
+    /// E averages, their masses and reaches.
+    out: Vec<f64>,
+    mass: Vec<f64>,
+    reach: Vec<f64>,
+}
+
+impl Attention {
+    /// Sets the forward values of one query, of `e` columns.
+    fn put(&mut self, query: usize, e: usize, row: &Row) {
+        self.lse.value[query] = row.lse;
+        self.lse.mass[query] = row.condition;
+        self.out.value[query * e..][..e].copy_from_slice(&row.out);
+        self.out.mass[query * e..][..e].copy_from_slice(&row.mass);
+        self.out.reach[query * e..][..e].copy_from_slice(&row.reach);
+    }
+}
+
 impl Call {
     /// Plain attention without a mask.
     pub fn new(dims: Dims) -> Self {
@@ -328,7 +355,7 @@ impl Call {
         k: &[f64],
         h: usize,
         (m, n): (i64, i64),
-        r: &dyn Fn(f64) -> f64,
+        r: &impl Fn(f64) -> f64,
     ) -> Pair {
         let dot = |q: &[f64], k: &[f64]| {
             q.iter().zip(k).fold((0., 0.), |(sum, mass), (q, k)| {
@@ -395,33 +422,124 @@ impl Call {
 
     /// What a plain implementation over tensors of `dtype` gives.
     pub fn plain(&self, inputs: &Inputs, dtype: DType) -> Attention {
-        self.evaluate(inputs, &|x| round_to(accumulator(dtype), x), &|x| {
-            round_to(dtype, x)
-        })
+        let stored = |x| round_to(dtype, x);
+        match accumulator(dtype) {
+            DType::F64 => self.evaluate(inputs, &|x| x, &stored),
+            _ => self.evaluate(inputs, &|x| f64::from(x as f32), &stored),
+        }
     }
 
-    fn evaluate(
+    /// [`exact`](Self::exact) without gradients, on all cores.
+    pub fn exact_forward(&self, inputs: &Inputs) -> Attention {
+        self.evaluate_forward(inputs, &|x| x, &|x| x)
+    }
+
+    /// [`plain`](Self::plain) without gradients, on all cores.
+    pub fn plain_forward(&self, inputs: &Inputs, dtype: DType) -> Attention {
+        let stored = |x| round_to(dtype, x);
+        match accumulator(dtype) {
+            DType::F64 => self.evaluate_forward(inputs, &|x| x, &stored),
+            _ => self.evaluate_forward(inputs, &|x| f64::from(x as f32), &stored),
+        }
+    }
+
+    /// One query's row: `None` where it sees no key. Each rounding of the accumulator is `r`, each of a weight or a
+    /// result `stored`.
+    fn row(
         &self,
         inputs: &Inputs,
-        r: &dyn Fn(f64) -> f64,
-        stored: &dyn Fn(f64) -> f64,
-    ) -> Attention {
-        let dims = self.dims;
+        (b, h, i): (usize, usize, usize),
+        r: &impl Fn(f64) -> f64,
+        stored: &impl Fn(f64) -> f64,
+    ) -> Option<Row> {
         let Dims {
-            b: batch,
             h: heads,
             g,
             t,
             s,
             d,
             e,
-        } = dims;
+            ..
+        } = self.dims;
+        let q = &inputs.q[((b * heads + h) * t + i) * d..][..d];
+        let first_key = (b * g + h / (heads / g)) * s;
+        let seen: Vec<usize> = (0..s).filter(|j| self.sees(b, i, *j)).collect();
+        if seen.is_empty() {
+            return None;
+        }
+        let pairs: Vec<Pair> = seen
+            .iter()
+            .map(|&j| {
+                let k = &inputs.k[(first_key + j) * d..][..d];
+                self.pair(q, k, h, self.places(b, i, j), r)
+            })
+            .collect();
+        let max = pairs
+            .iter()
+            .fold(f64::NEG_INFINITY, |max, p| max.max(p.score));
+        let condition = 1. + pairs.iter().fold(0f64, |max, p| max.max(p.mass));
+        let exp: Vec<f64> = pairs.iter().map(|p| r(r(p.score - max).exp())).collect();
+        let sum = exp.iter().fold(0., |sum, x| r(sum + x));
+        let weights: Vec<f64> = exp.iter().map(|x| stored(r(x / sum))).collect();
+        let (mut out, mut mass, mut reach) = (vec![0.; e], vec![0.; e], vec![0.; e]);
+        for (&j, weight) in seen.iter().zip(&weights) {
+            let values = &inputs.v[(first_key + j) * e..][..e];
+            for (c, value) in values.iter().enumerate() {
+                out[c] = r(out[c] + r(weight * value));
+                mass[c] += weight * value.abs() + f64::MIN_POSITIVE;
+                reach[c] += value.abs();
+            }
+        }
+        Some(Row {
+            seen,
+            pairs,
+            weights,
+            condition,
+            lse: r(max + r(sum.ln())),
+            out: out.into_iter().map(stored).collect(),
+            mass: mass.into_iter().map(|mass| condition * mass).collect(),
+            reach,
+        })
+    }
+
+    fn evaluate_forward(
+        &self,
+        inputs: &Inputs,
+        r: &(impl Fn(f64) -> f64 + Sync),
+        stored: &(impl Fn(f64) -> f64 + Sync),
+    ) -> Attention {
+        let Dims { b, h, t, e, .. } = self.dims;
+        let mut result = self.unseen();
+        let rows: Vec<Option<Row>> = (0..b * h * t)
+            .into_par_iter()
+            .map(|query| {
+                let row = self.row(inputs, (query / t / h, query / t % h, query % t), r, stored)?;
+                Some(Row {
+                    seen: Vec::new(),
+                    pairs: Vec::new(),
+                    weights: Vec::new(),
+                    ..row
+                })
+            })
+            .collect();
+        for (query, row) in rows.into_iter().enumerate() {
+            if let Some(row) = row {
+                result.put(query, e, &row);
+            }
+        }
+        result
+    }
+
+    /// What comes out where no query sees any key.
+    fn unseen(&self) -> Attention {
+        let dims = self.dims;
+        let rows = dims.b * dims.h * dims.t;
         let mut result = Attention {
             out: Summed::zeros(dims.out()),
             lse: Summed {
-                value: vec![f64::NEG_INFINITY; batch * heads * t],
-                mass: vec![0.; batch * heads * t],
-                reach: vec![0.; batch * heads * t],
+                value: vec![f64::NEG_INFINITY; rows],
+                mass: vec![0.; rows],
+                reach: vec![0.; rows],
                 terms: 0,
             },
             dq: Summed::zeros(dims.q()),
@@ -439,6 +557,25 @@ impl Call {
         for summed in [out, lse, dq, dk, dv] {
             summed.terms = terms;
         }
+        result
+    }
+
+    fn evaluate(
+        &self,
+        inputs: &Inputs,
+        r: &impl Fn(f64) -> f64,
+        stored: &impl Fn(f64) -> f64,
+    ) -> Attention {
+        let Dims {
+            b: batch,
+            h: heads,
+            g,
+            t,
+            s,
+            d,
+            e,
+        } = self.dims;
+        let mut result = self.unseen();
         let amp_dim = match &self.score {
             Score::Phase { amp_dim, .. } => *amp_dim,
             _ => d,
@@ -450,40 +587,19 @@ impl Call {
                     let query = (b * heads + h) * t + i;
                     let q = &inputs.q[query * d..][..d];
                     let grad = &inputs.grad[query * e..][..e];
-                    let key = |j: usize| group * s + j;
-                    let seen: Vec<usize> = (0..s).filter(|j| self.sees(b, i, *j)).collect();
-                    if seen.is_empty() {
+                    let Some(row) = self.row(inputs, (b, h, i), r, stored) else {
                         continue;
-                    }
-                    let pairs: Vec<Pair> = seen
-                        .iter()
-                        .map(|&j| {
-                            let k = &inputs.k[key(j) * d..][..d];
-                            self.pair(q, k, h, self.places(b, i, j), r)
-                        })
-                        .collect();
-                    let max = pairs
-                        .iter()
-                        .fold(f64::NEG_INFINITY, |max, p| max.max(p.score));
-                    let condition = 1. + pairs.iter().fold(0f64, |max, p| max.max(p.mass));
-                    let exp: Vec<f64> = pairs.iter().map(|p| r(r(p.score - max).exp())).collect();
-                    let sum = exp.iter().fold(0., |sum, x| r(sum + x));
-                    let weights: Vec<f64> = exp.iter().map(|x| stored(r(x / sum))).collect();
-                    result.lse.value[query] = r(max + r(sum.ln()));
-                    result.lse.mass[query] = condition;
-
+                    };
+                    result.put(query, e, &row);
+                    let Row {
+                        seen,
+                        pairs,
+                        weights,
+                        condition,
+                        ..
+                    } = row;
+                    let key = |j: usize| group * s + j;
                     let value = |j: usize, c: usize| inputs.v[key(j) * e + c];
-                    for c in 0..e {
-                        let (mut out, mut mass) = (0., 0.);
-                        for (&j, weight) in seen.iter().zip(&weights) {
-                            out = r(out + r(weight * value(j, c)));
-                            mass += weight * value(j, c).abs() + f64::MIN_POSITIVE;
-                        }
-                        result.out.value[query * e + c] = stored(out);
-                        result.out.mass[query * e + c] = condition * mass;
-                        result.out.reach[query * e + c] =
-                            seen.iter().map(|j| value(*j, c).abs()).sum();
-                    }
 
                     // With P the weights and g the gradient: dV = P^T g, dP = g V^T, dS = P (dP − Σ P dP).
                     let (mut towards, mut masses) = (Vec::new(), Vec::new());
@@ -663,14 +779,36 @@ pub fn run(call: &Call, inputs: &Inputs, dtype: DType, backend: Backend) -> Resu
     run_stored(call, inputs, dtype, backend, [Storage::Contiguous; 3])
 }
 
-/// Holds one tensor to the reference, or says which element is off and by how much.
-pub fn compare(
+/// The element that is off by most, as a part of what it may be off by.
+#[derive(Clone, Copy, Debug)]
+pub struct Deviation {
+    pub at: usize,
+    pub got: f64,
+    pub want: f64,
+    /// ∞ for a NaN.
+    pub error: f64,
+    pub allowed: f64,
+    /// The plain evaluation's greatest error.
+    pub plain_error: f64,
+}
+
+impl Deviation {
+    fn ratio(&self) -> f64 {
+        match self.error {
+            0. => 0.,
+            error => error / self.allowed,
+        }
+    }
+}
+
+/// How far a tensor is from the reference, by this module's rule.
+pub fn deviation(
     name: &str,
     got: &[f64],
     exact: &Summed,
     plain: &Summed,
     dtype: DType,
-) -> std::result::Result<(), String> {
+) -> std::result::Result<Deviation, String> {
     if got.len() != exact.value.len() {
         return Err(format!(
             "{name}: {} elements, not {}",
@@ -699,27 +837,68 @@ pub fn compare(
     let plain_error = (plain.value.iter().zip(&exact.value))
         .map(|(plain, exact)| (plain - exact).abs())
         .fold(0., f64::max);
-    for (i, (got, want)) in got.iter().zip(&exact.value).enumerate() {
-        let mass = exact.mass[i];
-        let bound = if mass == 0. {
+    let mut worst = Deviation {
+        at: 0,
+        got: 0.,
+        want: 0.,
+        error: 0.,
+        allowed: 0.,
+        plain_error,
+    };
+    for (at, (&got, &want)) in got.iter().zip(&exact.value).enumerate() {
+        let mass = exact.mass[at];
+        let allowed = if mass == 0. {
             0.
         } else {
             2. * plain_error
                 + exact.floor() * unit * mass
                 + 2. * stored * want.abs()
-                + underflow * exact.reach[i]
+                + underflow * exact.reach[at]
                 + smallest
         };
-        let right = got == want || (got - want).abs() <= bound;
-        if !right {
-            return Err(format!(
-                "{name}[{i}] = {got:e}, should be {want:e}: off by {:e}, allowed {bound:e} \
-                 (plain evaluation is off by up to {plain_error:e})",
-                got - want
-            ));
+        let difference = if got == want { 0. } else { (got - want).abs() };
+        let here = Deviation {
+            at,
+            got,
+            want,
+            error: if difference.is_nan() {
+                f64::INFINITY
+            } else {
+                difference
+            },
+            allowed,
+            plain_error,
+        };
+        if at == 0 || here.ratio() > worst.ratio() {
+            worst = here;
         }
     }
-    Ok(())
+    Ok(worst)
+}
+
+/// Holds one tensor to the reference, or says which element is off and by how much.
+pub fn compare(
+    name: &str,
+    got: &[f64],
+    exact: &Summed,
+    plain: &Summed,
+    dtype: DType,
+) -> std::result::Result<(), String> {
+    let Deviation {
+        at,
+        got,
+        want,
+        error,
+        allowed,
+        plain_error,
+    } = deviation(name, got, exact, plain, dtype)?;
+    if error <= allowed {
+        return Ok(());
+    }
+    Err(format!(
+        "{name}[{at}] = {got:e}, should be {want:e}: off by {error:e}, allowed {allowed:e} \
+         (plain evaluation is off by up to {plain_error:e})"
+    ))
 }
 
 /// What a call has to give, and what a plain implementation would.

@@ -24,7 +24,15 @@ const fn tile(
     score: &'static str,
     [width, values, warps, row_tiles, keys, blocks]: [usize; 6],
 ) -> ForwardTile {
-    ForwardTile { score, width, values, warps, row_tiles, keys, blocks }
+    ForwardTile {
+        score,
+        width,
+        values,
+        warps,
+        row_tiles,
+        keys,
+        blocks,
+    }
 }
 
 /// Narrow before wide, for each score.
@@ -72,7 +80,14 @@ const fn decode(
     score: &'static str,
     [width, values, warps, stages, blocks]: [usize; 5],
 ) -> DecodeTile {
-    DecodeTile { score, width, values, warps, stages, blocks }
+    DecodeTile {
+        score,
+        width,
+        values,
+        warps,
+        stages,
+        blocks,
+    }
 }
 
 impl DecodeTile {
@@ -126,7 +141,11 @@ pub const fn simt_shared_bytes(head_width: usize, amplitude_width: usize, bytes:
     let vector = 16 / bytes;
     let width = amplitude_width.next_multiple_of(vector)
         + (head_width - amplitude_width).next_multiple_of(vector);
-    let pitch = if (width / vector).is_multiple_of(2) { width + vector } else { width };
+    let pitch = if (width / vector).is_multiple_of(2) {
+        width + vector
+    } else {
+        width
+    };
     let stages = 2 * SIMT_KEYS * (256 + 16);
     simt_rows(bytes) * (pitch * bytes + SIMT_KEYS * bytes + 16) + stages
 }

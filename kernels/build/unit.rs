@@ -1,0 +1,141 @@
+//! What is compiled: a unit is one source file with its macros, and becomes one fatbin.
+
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+use std::{cmp::Reverse, fs};
+
+// Launches need the rest.
+#[allow(dead_code)]
+mod tiles {
+    include!("../../src/attend/cuda/tiles.rs");
+}
+use tiles::{DecodeTile, ForwardTile, DECODE, FORWARD, SIMT_SCORES};
+
+/// One source file with its macros.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Unit {
+    /// The kernels' common name: those of a tile end in their data type besides.
+    pub name: String,
+    /// In the folder of the kernels.
+    pub source: &'static str,
+    /// `NAME=VALUE`.
+    pub macros: Vec<String>,
+}
+
+impl Unit {
+    fn simt(score: &str) -> Self {
+        Self {
+            name: format!("attend_simt_{score}"),
+            source: "attend_simt.cu",
+            macros: vec![format!("SCORE_{}=1", score.to_uppercase())],
+        }
+    }
+
+    fn forward(tile: &ForwardTile) -> Self {
+        let ForwardTile {
+            score,
+            width,
+            values,
+            warps,
+            row_tiles,
+            keys,
+            blocks,
+        } = tile;
+        Self {
+            name: format!("attend_forward_{score}_w{width}_v{values}"),
+            source: "attend_forward.cu",
+            macros: vec![
+                format!("SCORE_{}=1", score.to_uppercase()),
+                format!("KERNEL_WIDTH={width}"),
+                format!("KERNEL_VALUES={values}"),
+                format!("KERNEL_WARPS={warps}"),
+                format!("KERNEL_ROW_TILES={row_tiles}"),
+                format!("KERNEL_KEYS={keys}"),
+                format!("KERNEL_BLOCKS={blocks}"),
+            ],
+        }
+    }
+
+    fn decode(tile: &DecodeTile) -> Self {
+        let DecodeTile {
+            score,
+            width,
+            values,
+            warps,
+            stages,
+            blocks,
+        } = tile;
+        Self {
+            name: format!("attend_decode_{score}_w{width}_v{values}"),
+            source: "attend_decode.cu",
+            macros: vec![
+                format!("SCORE_{}=1", score.to_uppercase()),
+                format!("KERNEL_WIDTH={width}"),
+                format!("KERNEL_VALUES={values}"),
+                format!("KERNEL_WARPS={warps}"),
+                format!("KERNEL_STAGES={stages}"),
+                format!("KERNEL_BLOCKS={blocks}"),
+            ],
+        }
+    }
+}
+
+/// All units, the slowest to compile first, so that none is left running alone.
+pub fn units() -> Vec<Unit> {
+    let mut units: Vec<_> = SIMT_SCORES.iter().map(|score| Unit::simt(score)).collect();
+    let mut forward = FORWARD.to_vec();
+    forward.sort_by_key(|tile| Reverse(tile.width * tile.values));
+    units.extend(forward.iter().map(Unit::forward));
+    let mut decode = DECODE.to_vec();
+    decode.sort_by_key(|tile| Reverse(tile.width * tile.values));
+    units.extend(decode.iter().map(Unit::decode));
+    units.push(Unit {
+        name: "attend_merge".into(),
+        source: "attend_merge.cu",
+        macros: Vec::new(),
+    });
+    units
+}
+
+/// The source file and all files of its folder that it includes, directly or not.
+///
+/// # Errors
+/// When one cannot be read.
+pub fn sources(folder: &Path, source: &str) -> Result<BTreeSet<PathBuf>, String> {
+    let mut found = BTreeSet::new();
+    let mut waiting = vec![folder.join(source)];
+    while let Some(path) = waiting.pop() {
+        if found.contains(&path) {
+            continue;
+        }
+        let text = fs::read_to_string(&path)
+            .map_err(|error| format!("kernels/{source}: {}: {error}", path.display()))?;
+        waiting.extend(includes(&text).map(|name| folder.join(name)));
+        found.insert(path);
+    }
+    Ok(found)
+}
+
+/// The names in `#include "…"`.
+fn includes(text: &str) -> impl Iterator<Item = &str> {
+    text.lines().filter_map(|line| {
+        let rest = line.trim_start().strip_prefix('#')?;
+        let rest = rest.trim_start().strip_prefix("include")?;
+        rest.trim_start().strip_prefix('"')?.split('"').next()
+    })
+}
+
+/// The Rust source that holds the fatbins.
+pub fn list(units: &[Unit]) -> String {
+    let mut names: Vec<_> = units.iter().map(|unit| unit.name.as_str()).collect();
+    names.sort_unstable();
+    let mut text = String::from(
+        "/// Every compiled unit's name and fatbin, by name.\npub const KERNELS: &[(&str, &[u8])] = &[\n",
+    );
+    for name in names {
+        text += &format!(
+            "    ({name:?}, include_bytes!(concat!(env!(\"OUT_DIR\"), \"/{name}.fatbin\"))),\n"
+        );
+    }
+    text + "];\n"
+}

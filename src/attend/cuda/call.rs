@@ -1,0 +1,182 @@
+//! The kernels' arguments, field by field as in `kernels/call.cuh`. An address is a `u64`, 0 for none.
+
+/// q, k or v: strides in elements; neighbours along the width lie side by side.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(crate) struct Operand {
+    pub data: u64,
+    pub batch: i64,
+    pub head: i64,
+    pub token: i64,
+}
+
+/// What tokens of one tile have in common.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(crate) struct TileBounds {
+    /// Least and greatest position, padding aside; first > last where all is padding.
+    pub first: i32,
+    pub last: i32,
+    /// Least and greatest segment, padding aside.
+    pub segment_first: i32,
+    pub segment_last: i32,
+    /// [`Self::CONSECUTIVE`] and [`Self::PADDED`].
+    pub flags: i32,
+    pub reserved: [i32; 3],
+}
+
+impl TileBounds {
+    /// Positions are first, first + 1, … without padding.
+    pub const CONSECUTIVE: i32 = 1;
+    /// Some token is padding.
+    pub const PADDED: i32 = 2;
+}
+
+/// Where queries or keys stand: a span, or a list of positions and segments.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(crate) struct Tokens {
+    /// (1|B, len) pairs of position and segment, 0 for a span.
+    pub list: u64,
+    /// (1|B, tiles) of [`TileBounds`].
+    pub tiles: u64,
+    /// Tokens from one row of `list` to the next.
+    pub batch: i64,
+    /// Tiles from one row of `tiles` to the next.
+    pub tiles_batch: i64,
+    pub start: i32,
+    pub len: i32,
+}
+
+/// How scores are made, in units of log2.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
+pub(crate) struct ScoreCall {
+    pub factor: f32,
+    pub negate: i32,
+    /// (H) of f32.
+    pub slopes: u64,
+    /// Pairs of f32, see [`turns`](super::super::launch::turns).
+    pub turns: u64,
+    pub reach: i32,
+    pub alpha: f32,
+    pub phase_scale: f32,
+}
+
+/// The one argument of a kernel on tensor cores.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
+pub(crate) struct ForwardCall {
+    pub q: Operand,
+    pub k: Operand,
+    /// The second from column `width` of the values on.
+    pub v: [Operand; 2],
+    pub out: u64,
+    pub lse: u64,
+    pub queries: Tokens,
+    pub keys: Tokens,
+    pub score: ScoreCall,
+    pub heads: i32,
+    pub group: i32,
+    pub head_width: i32,
+    pub amplitude_width: i32,
+    pub value_width: i32,
+    pub causal: i32,
+    pub window: i32,
+    /// Forward: tiles of queries in a head. Decode: parts that the keys are split into.
+    pub tiles: i32,
+    pub part_out: u64,
+    pub part_lse: u64,
+}
+
+/// Where queries or keys stand, for the kernel without tensor cores: absolute positions of 64 bits.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(crate) struct SimtTokens {
+    /// (1|B, len) of i64, 0 for a span.
+    pub positions: u64,
+    /// (1|B, len) of i64, 0 for one segment.
+    pub segments: u64,
+    /// Tokens from one row of both to the next.
+    pub batch: i64,
+    pub start: i64,
+    pub len: i64,
+}
+
+/// The one argument of the kernel without tensor cores; scores are in natural units.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
+pub(crate) struct SimtCall {
+    pub q: Operand,
+    pub k: Operand,
+    pub v: Operand,
+    pub out: u64,
+    /// f64 where q is, else f32; or 0.
+    pub lse: u64,
+    pub queries: SimtTokens,
+    pub keys: SimtTokens,
+    pub scale: f64,
+    /// (H) of f64.
+    pub slopes: u64,
+    /// As in [`ScoreCall`], unless q is f64.
+    pub turns: u64,
+    pub alpha: f64,
+    pub phase_scale: f64,
+    pub window: i64,
+    pub reach: i32,
+    pub heads: i32,
+    pub group: i32,
+    pub head_width: i32,
+    pub amplitude_width: i32,
+    pub value_width: i32,
+    pub causal: i32,
+    /// Of rows in a key/value head.
+    pub tiles: i32,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::mem::offset_of;
+
+    #[test]
+    fn structures_have_the_sizes_that_the_kernels_assert() {
+        assert_eq!(size_of::<Operand>(), 32);
+        assert_eq!(size_of::<TileBounds>(), 32);
+        assert_eq!(size_of::<Tokens>(), 40);
+        assert_eq!(size_of::<ScoreCall>(), 40);
+        assert_eq!(size_of::<ForwardCall>(), 312);
+        assert_eq!(size_of::<SimtTokens>(), 40);
+        assert_eq!(size_of::<SimtCall>(), 272);
+    }
+
+    #[test]
+    fn fields_lie_where_the_kernels_read_them() {
+        assert_eq!(offset_of!(Operand, token), 24);
+        assert_eq!(offset_of!(TileBounds, segment_first), 8);
+        assert_eq!(offset_of!(TileBounds, flags), 16);
+        assert_eq!(offset_of!(Tokens, batch), 16);
+        assert_eq!(offset_of!(Tokens, start), 32);
+        assert_eq!(offset_of!(Tokens, len), 36);
+        assert_eq!(offset_of!(ScoreCall, slopes), 8);
+        assert_eq!(offset_of!(ScoreCall, turns), 16);
+        assert_eq!(offset_of!(ScoreCall, reach), 24);
+        assert_eq!(offset_of!(ScoreCall, phase_scale), 32);
+        assert_eq!(offset_of!(ForwardCall, v), 64);
+        assert_eq!(offset_of!(ForwardCall, out), 128);
+        assert_eq!(offset_of!(ForwardCall, queries), 144);
+        assert_eq!(offset_of!(ForwardCall, score), 224);
+        assert_eq!(offset_of!(ForwardCall, heads), 264);
+        assert_eq!(offset_of!(ForwardCall, tiles), 292);
+        assert_eq!(offset_of!(ForwardCall, part_out), 296);
+        assert_eq!(offset_of!(ForwardCall, part_lse), 304);
+        assert_eq!(offset_of!(SimtTokens, start), 24);
+        assert_eq!(offset_of!(SimtCall, out), 96);
+        assert_eq!(offset_of!(SimtCall, queries), 112);
+        assert_eq!(offset_of!(SimtCall, scale), 192);
+        assert_eq!(offset_of!(SimtCall, turns), 208);
+        assert_eq!(offset_of!(SimtCall, window), 232);
+        assert_eq!(offset_of!(SimtCall, reach), 240);
+        assert_eq!(offset_of!(SimtCall, tiles), 268);
+    }
+}

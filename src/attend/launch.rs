@@ -1,0 +1,929 @@
+//! Which kernel of the GPU computes a call, over which grid and with which tables: decided from the call alone, so
+//! that it can be asked and tested without a GPU.
+// Without the feature only `plan` and the tests ask.
+#![cfg_attr(not(feature = "cuda"), allow(dead_code))]
+
+use super::cuda::tiles::{
+    simt_rows, simt_shared_bytes, DecodeTile, ForwardTile, DECODE, FORWARD, SIMT_PIECE,
+    SIMT_THREADS,
+};
+use super::problem::{saturating_product, Dims, Resolved, ResolvedScore};
+use super::{Operand, Precision, Score};
+use candle_core::{bail, DType, Result};
+use std::ops::Range;
+
+/// Widest heads that any kernel takes.
+pub(super) const WIDEST_HEAD: usize = 256;
+/// Widest values that any kernel takes.
+pub(super) const WIDEST_VALUE: usize = 512;
+/// Most queries that the kernel for few of them takes.
+const MOST_DECODED: usize = 16;
+/// Rows, queries times heads of a group, that a block of that kernel takes.
+pub(super) const DECODED_ROWS: usize = 16;
+/// Fewest keys worth a block of their own.
+const FEWEST_KEYS: usize = 256;
+/// More multiprocessors than any GPU has, so that a plan without one is on the safe side.
+const MOST_MULTIPROCESSORS: usize = 256;
+/// Positions relative to their origin are below this, so that no sum of two and a window overflows.
+pub(super) const POSITION_LIMIT: i64 = 1 << 30;
+/// Oldest compute capability that the kernels are compiled for.
+pub(super) const OLDEST: (u32, u32) = (8, 0);
+
+/// What the choice of a kernel depends on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Demand {
+    pub dims: Dims,
+    pub dtype: DType,
+    pub score: ScoreKind,
+}
+
+/// A score without its numbers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum ScoreKind {
+    Dot,
+    Bias,
+    Phase {
+        amp_dim: usize,
+        precision: Precision,
+    },
+}
+
+impl ScoreKind {
+    pub fn of(score: &Score, precision: Precision) -> Self {
+        match *score {
+            Score::Dot => Self::Dot,
+            Score::LinearBias { .. } => Self::Bias,
+            Score::Phase { amp_dim, .. } => Self::Phase { amp_dim, precision },
+        }
+    }
+
+    pub fn of_resolved(score: &ResolvedScore, precision: Precision) -> Self {
+        match *score {
+            ResolvedScore::Dot { .. } => Self::Dot,
+            ResolvedScore::LinearBias { .. } => Self::Bias,
+            ResolvedScore::Phase { amp_dim, .. } => Self::Phase { amp_dim, precision },
+        }
+    }
+}
+
+impl Demand {
+    pub fn of(call: &Resolved, dtype: DType) -> Self {
+        Self {
+            dims: call.dims,
+            dtype,
+            score: ScoreKind::of_resolved(&call.score, call.precision),
+        }
+    }
+}
+
+/// A kernel that was compiled.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Kernel {
+    /// Tensor cores; tiles of queries against tiles of keys.
+    Forward(ForwardTile),
+    /// Tensor cores; few queries, the keys split over blocks and the parts merged.
+    Decode(DecodeTile),
+    /// No tensor cores; any widths and dtype, positions of 64 bits. `dot`, `bias` or `phase`.
+    Simt(&'static str),
+}
+
+impl Kernel {
+    /// The kernel for a call whose positions fit 32 bits, or why there is none.
+    pub fn choose(demand: &Demand) -> std::result::Result<Self, String> {
+        let Dims { d, e, .. } = demand.dims;
+        if d > WIDEST_HEAD || e > WIDEST_VALUE {
+            return Err(format!(
+                "the GPU's kernels take heads up to {WIDEST_HEAD} wide and values up to {WIDEST_VALUE}, got {d} and {e}"
+            ));
+        }
+        Ok(on_tensor_cores(demand).unwrap_or(Self::simt(demand.score)))
+    }
+
+    /// The kernel that takes every call within the limits.
+    pub fn simt(score: ScoreKind) -> Self {
+        Self::Simt(match score {
+            ScoreKind::Dot => "dot",
+            ScoreKind::Bias => "bias",
+            ScoreKind::Phase { .. } => "phase",
+        })
+    }
+
+    /// Its name, which starts with that of the compiled file it is in.
+    pub fn entry(&self, dtype: DType) -> String {
+        let dtype = dtype_name(dtype);
+        let tile = |kind: &str, score: &str, width: usize, values: usize| {
+            format!("attend_{kind}_{score}_w{width}_v{values}_{dtype}")
+        };
+        match self {
+            Self::Forward(x) => tile("forward", x.score, x.width, x.values),
+            Self::Decode(x) => tile("decode", x.score, x.width, x.values),
+            Self::Simt(score) => format!("attend_simt_{score}_{dtype}"),
+        }
+    }
+
+    /// How exactly it evaluates the phase.
+    pub fn precision(&self) -> Precision {
+        match self {
+            Self::Forward(tile) if tile.score == "phase_fast" => Precision::Fast,
+            _ => Precision::Precise,
+        }
+    }
+
+    /// Whether it cannot read the operand where it lies: neighbours along the width must lie side by side, and for
+    /// tensor cores each row must start at a multiple of 16 bytes.
+    pub fn needs_copy(&self, operand: &Operand, dtype: DType) -> bool {
+        const CHUNK: usize = 16;
+        let [rows @ .., width] = operand.dims;
+        let [row_strides @ .., width_stride] = operand.strides;
+        let lies = |elements: usize| {
+            matches!(self, Self::Simt(_))
+                || elements
+                    .wrapping_mul(dtype.size_in_bytes())
+                    .is_multiple_of(CHUNK)
+        };
+        let mut strides = row_strides.iter().zip(rows);
+        (width > 1 && width_stride != 1)
+            || !lies(operand.offset)
+            || strides.any(|(stride, size)| size > 1 && !lies(*stride))
+    }
+}
+
+/// Of the dtypes that the kernels take, as their names end.
+pub(super) fn dtype_name(dtype: DType) -> &'static str {
+    match dtype {
+        DType::BF16 => "bf16",
+        DType::F16 => "f16",
+        DType::F64 => "f64",
+        _ => "f32",
+    }
+}
+
+/// The kernel whose tile the heads and values fill best; that for few queries where there are few.
+fn on_tensor_cores(demand: &Demand) -> Option<Kernel> {
+    if !suits_tensor_cores(demand) {
+        return None;
+    }
+    let few = demand.dims.t <= MOST_DECODED;
+    let decoding = DECODE.iter().filter(|_| few).map(|x| Kernel::Decode(*x));
+    let forward = FORWARD.iter().map(|x| Kernel::Forward(*x));
+    best(decoding, demand).or_else(|| best(forward, demand))
+}
+
+/// Half precision, rows of whole chunks of 8, indices of 32 bits.
+fn suits_tensor_cores(demand: &Demand) -> bool {
+    let Dims { t, s, d, e, .. } = demand.dims;
+    let amplitude = match demand.score {
+        ScoreKind::Phase { amp_dim, .. } => amp_dim,
+        _ => 0,
+    };
+    matches!(demand.dtype, DType::BF16 | DType::F16)
+        && [d, e, amplitude]
+            .iter()
+            .all(|width| width.is_multiple_of(8))
+        && t.max(s) < POSITION_LIMIT as usize
+}
+
+/// The one of least cost that takes the call.
+fn best(kernels: impl Iterator<Item = Kernel>, demand: &Demand) -> Option<Kernel> {
+    kernels
+        .filter_map(|kernel| Some((kernel.cost(demand)?, kernel)))
+        .min_by_key(|(cost, _)| *cost)
+        .map(|(_, kernel)| kernel)
+}
+
+impl Kernel {
+    /// What is padded and what is done twice, in order of weight; `None` where the call does not fit the tile.
+    fn cost(&self, demand: &Demand) -> Option<[usize; 3]> {
+        let Dims { d, e, .. } = demand.dims;
+        let (score, width, values) = match self {
+            Self::Forward(x) => (x.score, x.width, x.values),
+            Self::Decode(x) => (x.score, x.width, x.values),
+            Self::Simt(_) => return None,
+        };
+        let precise = matches!(self, Self::Decode(_));
+        let fits = score == score_name(demand.score, precise)
+            && width_needed(demand.score, d) <= width
+            && e <= 2 * width;
+        fits.then_some([width, pieces(e, width, values), values])
+    }
+}
+
+/// As tiles name it; `precise` where there is nothing but that.
+fn score_name(score: ScoreKind, precise: bool) -> &'static str {
+    match score {
+        ScoreKind::Dot => "dot",
+        ScoreKind::Bias => "bias",
+        ScoreKind::Phase {
+            precision: Precision::Fast,
+            ..
+        } if !precise => "phase_fast",
+        ScoreKind::Phase { .. } => "phase_precise",
+    }
+}
+
+/// The phase's two parts get half of a tile's width each.
+fn width_needed(score: ScoreKind, d: usize) -> usize {
+    match score {
+        ScoreKind::Phase { amp_dim, .. } => 2 * amp_dim.max(d.saturating_sub(amp_dim)),
+        _ => d,
+    }
+}
+
+/// Blocks that share the columns of the values, `width` · `values` each.
+fn pieces(e: usize, width: usize, values: usize) -> usize {
+    e.div_ceil(width * values)
+}
+
+/// The queries, a tile of keys and one of values.
+fn forward_shared_bytes(tile: &ForwardTile) -> usize {
+    // Rows have 16 bytes more, so that those of one column lie in different banks.
+    let pitch = 2 * tile.width + 16;
+    (query_tile(tile) + tile.keys * (1 + tile.values)) * pitch
+}
+
+/// Queries in a tile of the forward kernel.
+pub(super) fn query_tile(tile: &ForwardTile) -> usize {
+    16 * tile.warps * tile.row_tiles
+}
+
+/// A grid of blocks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Launch {
+    pub grid: [u32; 3],
+    /// Threads in a block.
+    pub block: u32,
+    /// Dynamic shared memory of a block.
+    pub shared_bytes: u32,
+}
+
+impl Launch {
+    /// # Errors
+    /// When there are more blocks than a grid can hold.
+    fn new(blocks: usize, pieces: usize, threads: usize, shared_bytes: usize) -> Result<Self> {
+        let fits = |x: usize, limit: u32| u32::try_from(x).ok().filter(|x| *x <= limit);
+        match (fits(blocks, i32::MAX as u32), fits(pieces, u16::MAX.into())) {
+            (Some(blocks), Some(pieces)) => Ok(Self {
+                grid: [blocks, pieces, 1],
+                block: threads as u32,
+                shared_bytes: shared_bytes as u32,
+            }),
+            _ => bail!("attend: {blocks} blocks are more than a GPU's grid holds"),
+        }
+    }
+
+    /// One block for each tile of queries of each head, tiles fastest.
+    pub fn forward(tile: &ForwardTile, dims: &Dims) -> Result<Self> {
+        let tiles = dims.t.div_ceil(query_tile(tile));
+        Self::new(
+            saturating_product([tiles, dims.h, dims.b]),
+            pieces(dims.e, tile.width, tile.values),
+            32 * tile.warps,
+            forward_shared_bytes(tile),
+        )
+    }
+
+    /// One block for each part of the keys of each block of rows of each key/value head, parts fastest.
+    pub fn decode(tile: &DecodeTile, dims: &Dims, split: &Split) -> Result<Self> {
+        Self::new(
+            saturating_product([split.parts, split.row_blocks, dims.g, dims.b]),
+            pieces(dims.e, tile.width, tile.values),
+            32 * tile.warps,
+            tile.shared_bytes(),
+        )
+    }
+
+    /// One block for each query of each head merges its parts, queries fastest.
+    pub fn merge(dims: &Dims) -> Result<Self> {
+        const THREADS: usize = 256;
+        Self::new(saturating_product([dims.t, dims.h, dims.b]), 1, THREADS, 0)
+    }
+
+    /// One block for each tile of rows of each key/value head, tiles fastest.
+    pub fn simt(dims: &Dims, dtype: DType, amp_dim: Option<usize>) -> Result<Self> {
+        Self::new(
+            saturating_product([simt_tiles(dims, dtype), dims.g, dims.b]),
+            dims.e.div_ceil(SIMT_PIECE),
+            SIMT_THREADS,
+            simt_shared_bytes(dims.d, amp_dim.unwrap_or(dims.d), accumulator_bytes(dtype)),
+        )
+    }
+}
+
+/// Tiles of rows in a key/value head, for the kernel without tensor cores.
+pub(super) fn simt_tiles(dims: &Dims, dtype: DType) -> usize {
+    rows(dims).div_ceil(simt_rows(accumulator_bytes(dtype)))
+}
+
+fn accumulator_bytes(dtype: DType) -> usize {
+    match dtype {
+        DType::F64 => size_of::<f64>(),
+        _ => size_of::<f32>(),
+    }
+}
+
+/// How the kernel for few queries shares a call out.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Split {
+    /// Blocks of [`DECODED_ROWS`] rows, queries times heads of a group.
+    pub row_blocks: usize,
+    /// Parts of the keys; of one part the kernel writes the output itself.
+    pub parts: usize,
+}
+
+impl Split {
+    /// About two blocks for each multiprocessor, but none for fewer than [`FEWEST_KEYS`] of the keys in sight.
+    pub fn new(tile: &DecodeTile, dims: &Dims, keys: usize, multiprocessors: usize) -> Self {
+        let row_blocks = rows(dims).div_ceil(DECODED_ROWS);
+        let pieces = pieces(dims.e, tile.width, tile.values);
+        let blocks = saturating_product([row_blocks, dims.g, dims.b, pieces]);
+        let wanted = (2 * multiprocessors.min(MOST_MULTIPROCESSORS)).div_ceil(blocks.max(1));
+        Self {
+            row_blocks,
+            parts: wanted.min(keys.div_ceil(FEWEST_KEYS)).max(1),
+        }
+    }
+
+    /// Whether there is something to merge.
+    pub fn is_split(&self) -> bool {
+        self.parts > 1
+    }
+
+    /// f32 values of the parts' averages: (B, G, row blocks, parts, 16, E).
+    pub fn out_elements(&self, dims: &Dims) -> usize {
+        self.lse_elements(dims).saturating_mul(dims.e)
+    }
+
+    /// f32 values of the parts' log-sum-exp: (B, G, row blocks, parts, 16).
+    pub fn lse_elements(&self, dims: &Dims) -> usize {
+        match self.is_split() {
+            true => saturating_product([dims.b, dims.g, self.row_blocks, self.parts, DECODED_ROWS]),
+            false => 0,
+        }
+    }
+}
+
+/// Queries times heads of a group.
+fn rows(dims: &Dims) -> usize {
+    dims.t.saturating_mul(dims.h / dims.g.max(1))
+}
+
+/// The keys that some query may see, by index: less than all where both sides are spans.
+pub(super) fn keys_in_sight(call: &Resolved) -> Range<usize> {
+    let Dims { t, s, .. } = call.dims;
+    let all = 0..s;
+    let (Some(q), Some(k)) = (call.q_positions.start(), call.k_positions.start()) else {
+        return all;
+    };
+    if t == 0 {
+        return 0..0;
+    }
+    // Positions are below 2^53, so this window is as good as none and cannot overflow.
+    let window = call.window.unwrap_or(i64::MAX).min(1 << 60);
+    let (first, last) = (q, q + (t - 1) as i64);
+    let from = first - window + 1;
+    let to = if call.causal { last } else { last + window - 1 };
+    let index = |position: i64| (position - k).clamp(0, s as i64) as usize;
+    let (from, to) = (index(from), index(to + 1));
+    from..to.max(from)
+}
+
+/// Memory on the GPU beyond inputs and output, tables of positions and turns aside, in bytes.
+pub(super) fn workspace_bytes(kernel: &Kernel, dims: &Dims) -> usize {
+    match kernel {
+        Kernel::Decode(tile) => {
+            let split = Split::new(tile, dims, dims.s, MOST_MULTIPROCESSORS);
+            let elements = split
+                .out_elements(dims)
+                .saturating_add(split.lse_elements(dims));
+            elements.saturating_mul(size_of::<f32>())
+        }
+        _ => 0,
+    }
+}
+
+/// Positions and segments on the GPU, and what is said about tiles of them, in bytes.
+pub(super) fn position_bytes(dims: &Dims) -> usize {
+    /// Of 64 bits each, or of 32 with [`TileBounds`](super::cuda::call::TileBounds) for each 32 tokens or more.
+    const OF_TOKEN: usize = 2 * size_of::<i64>();
+    saturating_product([dims.b, dims.t.saturating_add(dims.s), OF_TOKEN])
+}
+
+/// The factor of q·k as the kernels on tensor cores take it, in units of log2, and whether q is negated first.
+///
+/// They want it above 0, but for the bias, so that the greatest product makes the greatest score.
+pub(super) fn log2_factor(score: &ResolvedScore) -> (f32, bool) {
+    match *score {
+        ResolvedScore::LinearBias { scale, .. } => (in_log2(scale), false),
+        ResolvedScore::Dot { scale } | ResolvedScore::Phase { scale, .. } => {
+            (in_log2(scale.abs()).max(f32::MIN_POSITIVE), scale < 0.)
+        }
+    }
+}
+
+/// A slope as the kernels on tensor cores take it.
+pub(super) fn log2_slope(slope: f64) -> f32 {
+    in_log2(slope)
+}
+
+/// In units of log2, within f32.
+fn in_log2(x: f64) -> f32 {
+    const GREATEST: f64 = f32::MAX as f64;
+    (x * std::f64::consts::LOG2_E).clamp(-GREATEST, GREATEST) as f32
+}
+
+/// The window as the kernels on tensor cores take it: the greatest one is none.
+pub(super) fn window_of_32_bits(window: Option<i64>) -> i32 {
+    match window {
+        Some(window) if window < POSITION_LIMIT => window as i32,
+        _ => i32::MAX,
+    }
+}
+
+/// Longest table of turns, in distances: beyond it the kernels evaluate the power.
+const LONGEST_REACH: u64 = 1 << 21;
+/// Shortest, so that a growing cache does not make many.
+const SHORTEST_REACH: u64 = 1 << 12;
+/// Entries behind the greatest distance: rows of a tile beyond the last query read them.
+const ENTRIES_BEYOND: usize = 256;
+
+/// Distances that the table of turns should hold where none is greater than `greatest`.
+pub(super) fn reach(greatest: u64) -> usize {
+    let distances = greatest.saturating_add(1).min(LONGEST_REACH);
+    distances.next_power_of_two().max(SHORTEST_REACH) as usize
+}
+
+/// Entries of the table of turns.
+pub(super) fn turns_len(reach: usize) -> usize {
+    2 * reach + ENTRIES_BEYOND
+}
+
+/// The table of turns: entry reach + d is {w(d), w(d − 1)}, w(d) = |d|^alpha · phase_scale in turns for each unit of
+/// q_P·k_P. Evaluated in f64 and rounded once.
+pub(super) fn turns(alpha: f64, phase_scale: f64, reach: usize) -> Vec<[f32; 2]> {
+    let entries = turns_len(reach);
+    let by_distance: Vec<f32> = (0..=entries - reach)
+        .map(|d| ((d as f64).powf(alpha) * phase_scale) as f32)
+        .collect();
+    let at = |d: i64| by_distance[d.unsigned_abs() as usize];
+    let first = -(reach as i64);
+    (0..entries as i64)
+        // Entry 0 is never read.
+        .map(|entry| [at(first + entry), at((first + entry - 1).max(first))])
+        .collect()
+}
+
+/// The greatest distance of a query and a key that it may see.
+pub(super) fn greatest_distance(
+    (q_first, q_last): (i64, i64),
+    (k_first, k_last): (i64, i64),
+    causal: bool,
+    window: Option<i64>,
+) -> u64 {
+    let back = q_last.saturating_sub(k_first).max(0);
+    let ahead = k_last.saturating_sub(q_first).max(0);
+    let greatest = if causal { back } else { back.max(ahead) };
+    greatest.min(window.map_or(i64::MAX, |w| w - 1)) as u64
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::{AttendSpec, DeviceKind, Problem};
+    use super::*;
+    use crate::positions::Positions;
+
+    const HALVES: [DType; 2] = [DType::BF16, DType::F16];
+
+    fn dims([b, h, g, t, s, d, e]: [usize; 7]) -> Dims {
+        Dims {
+            b,
+            h,
+            g,
+            t,
+            s,
+            d,
+            e,
+        }
+    }
+
+    fn demand(widths: [usize; 2], t: usize, score: ScoreKind) -> Demand {
+        let [d, e] = widths;
+        Demand {
+            dims: dims([2, 8, 2, t, 1000, d, e]),
+            dtype: DType::BF16,
+            score,
+        }
+    }
+
+    fn phase(amp_dim: usize, precision: Precision) -> ScoreKind {
+        ScoreKind::Phase { amp_dim, precision }
+    }
+
+    fn entry(demand: Demand) -> String {
+        Kernel::choose(&demand).unwrap().entry(demand.dtype)
+    }
+
+    #[test]
+    fn kernel_is_the_narrowest_that_heads_and_values_fit() {
+        use ScoreKind::{Bias, Dot};
+        for (widths, score, expected) in [
+            ([8, 8], Dot, "dot_w64_v1"),
+            ([64, 64], Dot, "dot_w64_v1"),
+            ([64, 128], Dot, "dot_w64_v2"),
+            ([64, 136], Dot, "dot_w96_v2"),
+            ([72, 72], Dot, "dot_w96_v1"),
+            ([128, 128], Dot, "dot_w128_v1"),
+            ([128, 256], Dot, "dot_w128_v2"),
+            ([136, 8], Dot, "dot_w256_v1"),
+            ([256, 512], Dot, "dot_w256_v1"),
+            ([64, 64], Bias, "bias_w64_v1"),
+            ([64, 128], Bias, "bias_w64_v1"),
+            ([256, 256], Bias, "bias_w256_v1"),
+            ([64, 64], phase(32, Precision::Fast), "phase_fast_w64_v1"),
+            (
+                [64, 64],
+                phase(32, Precision::Precise),
+                "phase_precise_w64_v1",
+            ),
+            // 40 of 64 columns are more than half.
+            ([64, 64], phase(40, Precision::Fast), "phase_fast_w96_v1"),
+            (
+                [256, 256],
+                phase(128, Precision::Fast),
+                "phase_fast_w256_v1",
+            ),
+        ] {
+            let expected = format!("attend_forward_{expected}_bf16");
+            assert_eq!(entry(demand(widths, 17, score)), expected, "{widths:?}");
+        }
+    }
+
+    #[test]
+    fn few_queries_take_the_kernel_that_splits_keys_and_is_precise() {
+        for t in [1, 16] {
+            let kernel = Kernel::choose(&demand([128, 128], t, phase(64, Precision::Fast)));
+            let kernel = kernel.unwrap();
+            assert_eq!(
+                kernel.entry(DType::F16),
+                "attend_decode_phase_precise_w128_v1_f16"
+            );
+            assert_eq!(kernel.precision(), Precision::Precise);
+            let dot = entry(demand([96, 192], t, ScoreKind::Dot));
+            assert_eq!(dot, "attend_decode_dot_w128_v2_bf16");
+        }
+    }
+
+    #[test]
+    fn what_tensor_cores_cannot_take_runs_without_them() {
+        let dot = demand([64, 64], 100, ScoreKind::Dot);
+        for dtype in [DType::F32, DType::F64] {
+            let name = format!("attend_simt_dot_{}", dtype_name(dtype));
+            assert_eq!(entry(Demand { dtype, ..dot }), name);
+        }
+        for (widths, score, expected) in [
+            ([63, 64], ScoreKind::Dot, "dot"),
+            ([64, 63], ScoreKind::Bias, "bias"),
+            ([64, 520 - 8], ScoreKind::Dot, "dot_w256"),
+            ([64, 64], phase(20, Precision::Fast), "phase"),
+            // The wider part has more than half of the widest tile.
+            ([256, 64], phase(136, Precision::Fast), "phase"),
+        ] {
+            let name = entry(demand(widths, 100, score));
+            if expected.ends_with("256") {
+                assert!(name.contains(expected), "{name}");
+            } else {
+                assert_eq!(name, format!("attend_simt_{expected}_bf16"), "{widths:?}");
+            }
+        }
+        let long = Demand {
+            dims: Dims {
+                s: 1 << 30,
+                ..dot.dims
+            },
+            ..dot
+        };
+        assert_eq!(entry(long), "attend_simt_dot_bf16");
+    }
+
+    #[test]
+    fn widths_beyond_every_kernel_are_refused_with_the_limit() {
+        for widths in [[264, 8], [8, 520], [257, 257]] {
+            let [d, e] = widths;
+            let reason = Kernel::choose(&demand(widths, 100, ScoreKind::Dot)).unwrap_err();
+            for part in ["256", "512", &format!("got {d} and {e}")] {
+                assert!(reason.contains(part), "{reason}");
+            }
+        }
+    }
+
+    /// Every tile with a call that it was made for.
+    fn tiles_with_calls() -> Vec<(Kernel, Dims)> {
+        let calls = |width: usize| {
+            [1, 7, 16, 17, 1000]
+                .into_iter()
+                .flat_map(move |t| [width, 2 * width].map(|e| dims([3, 6, 2, t, 777, width, e])))
+        };
+        let forward = FORWARD
+            .iter()
+            .flat_map(move |tile| calls(tile.width).map(|dims| (Kernel::Forward(*tile), dims)));
+        let decode = DECODE
+            .iter()
+            .flat_map(move |tile| calls(tile.width).map(|dims| (Kernel::Decode(*tile), dims)));
+        forward.chain(decode).collect()
+    }
+
+    #[test]
+    fn grids_cover_every_query_head_and_value_once() -> Result<()> {
+        for (kernel, dims) in tiles_with_calls() {
+            let Dims {
+                b, h, g, t, s, e, ..
+            } = dims;
+            match kernel {
+                Kernel::Forward(tile) => {
+                    let launch = Launch::forward(&tile, &dims)?;
+                    let [x, y, z] = launch.grid.map(|n| n as usize);
+                    assert_eq!((x % (h * b), z), (0, 1));
+                    let queries = x / (h * b) * query_tile(&tile);
+                    assert!(queries >= t && queries - t < query_tile(&tile));
+                    let columns = y * tile.width * tile.values;
+                    assert!(columns >= e && columns - e < tile.width * tile.values);
+                }
+                Kernel::Decode(tile) => {
+                    let split = Split::new(&tile, &dims, s, 132);
+                    let [x, y, z] = Launch::decode(&tile, &dims, &split)?.grid;
+                    let rows = split.row_blocks * DECODED_ROWS;
+                    assert!(rows >= t * h / g && rows - t * h / g < DECODED_ROWS);
+                    assert_eq!((x as usize, z), (split.parts * split.row_blocks * g * b, 1));
+                    assert!(y as usize * tile.width * tile.values >= e);
+                    assert_eq!(Launch::merge(&dims)?.grid, [(t * h * b) as u32, 1, 1]);
+                }
+                Kernel::Simt(_) => (),
+            }
+        }
+        Ok(())
+    }
+
+    /// Of compute capabilities 8.6, 8.9 and 12.0, which have the least (CUDA programming guide).
+    const LEAST_SHARED_BYTES: usize = 99 << 10;
+
+    #[test]
+    fn shared_memory_of_every_kernel_fits_every_gpu() {
+        for (kernel, _) in tiles_with_calls() {
+            let bytes = match kernel {
+                Kernel::Forward(tile) => forward_shared_bytes(&tile),
+                Kernel::Decode(tile) => tile.shared_bytes(),
+                Kernel::Simt(_) => continue,
+            };
+            assert!(bytes <= LEAST_SHARED_BYTES, "{kernel:?}: {bytes}");
+        }
+        for bytes in [4, 8] {
+            for d in 1..=WIDEST_HEAD {
+                for amp_dim in [1, d / 2, d - 1, d] {
+                    let shared = simt_shared_bytes(d, amp_dim, bytes);
+                    assert!(
+                        shared <= LEAST_SHARED_BYTES,
+                        "{bytes} {d} {amp_dim}: {shared}"
+                    );
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn simt_grid_covers_rows_and_columns() -> Result<()> {
+        for dtype in [DType::F32, DType::F64] {
+            for t in [1, 31, 32, 33, 129] {
+                let dims = dims([2, 6, 2, t, 50, 40, 300]);
+                let [x, y, z] = Launch::simt(&dims, dtype, None)?.grid;
+                let block_rows = simt_rows(accumulator_bytes(dtype));
+                let rows = x as usize / 4 * block_rows;
+                assert!(rows >= 3 * t && rows - 3 * t < block_rows);
+                assert_eq!((y, z), (3, 1));
+            }
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn grid_too_large_is_an_error_and_sizes_do_not_overflow() {
+        let absurd = dims([usize::MAX, 8, 2, usize::MAX, usize::MAX, 64, 64]);
+        let forward = FORWARD.first().unwrap();
+        let decode = DECODE.first().unwrap();
+        let split = Split::new(decode, &absurd, usize::MAX, 132);
+        let launches = [
+            Launch::forward(forward, &absurd),
+            Launch::decode(decode, &absurd, &split),
+            Launch::merge(&absurd),
+            Launch::simt(&absurd, DType::F32, None),
+        ];
+        for launch in launches {
+            let error = launch.unwrap_err().to_string();
+            assert!(error.contains("blocks"), "{error}");
+        }
+        // So many blocks need no parts.
+        assert_eq!(workspace_bytes(&Kernel::Decode(*decode), &absurd), 0);
+        assert_eq!(position_bytes(&absurd), usize::MAX);
+    }
+
+    #[test]
+    fn split_fills_the_gpu_with_parts_worth_a_block() {
+        let tile = DECODE.iter().find(|tile| tile.width == 128).unwrap();
+        let split = |b: usize, t: usize, s: usize| {
+            Split::new(tile, &dims([b, 32, 8, t, s, 128, 128]), s, 132)
+        };
+        // 8 heads: 33 parts make 264 blocks for 132 multiprocessors.
+        assert_eq!(split(1, 1, 131_072).parts, 33);
+        // Few keys: none but whole parts of 256 at least.
+        assert_eq!(split(1, 1, 1000).parts, 4);
+        assert_eq!(split(1, 1, 256).parts, 1);
+        assert_eq!(split(1, 1, 1).parts, 1);
+        // Enough heads without splitting.
+        assert_eq!(split(64, 1, 131_072).parts, 1);
+        // 16 queries of 4 heads a group are 4 blocks of rows.
+        assert_eq!(split(1, 16, 131_072).row_blocks, 4);
+        assert_eq!(split(1, 5, 100).row_blocks, 2);
+    }
+
+    #[test]
+    fn split_has_a_part_at_least_and_none_without_many_keys() {
+        let tile = DECODE.first().unwrap();
+        for s in [0, 1, 255, 256, 257, 5000, 65_537] {
+            for multiprocessors in [0, 1, 7, 132, 10_000] {
+                let dims = dims([1, 2, 1, 1, s, 64, 64]);
+                let split = Split::new(tile, &dims, s, multiprocessors);
+                assert!(split.parts >= 1);
+                assert!(split.parts == 1 || s > (split.parts - 1) * FEWEST_KEYS);
+                // Of one part nothing is merged.
+                assert_eq!(split.is_split(), split.out_elements(&dims) > 0);
+            }
+        }
+    }
+
+    #[test]
+    fn workspace_of_a_plan_is_no_less_than_any_split_takes() {
+        let tile = DECODE.first().unwrap();
+        for (b, t, s) in [(1, 1, 100), (1, 16, 4096), (3, 5, 70_000)] {
+            let dims = dims([b, 8, 2, t, s, 64, 64]);
+            for multiprocessors in [1, 108, 132, 148, 256] {
+                let split = Split::new(tile, &dims, s, multiprocessors);
+                let bytes = 4 * (split.out_elements(&dims) + split.lse_elements(&dims));
+                assert!(bytes <= workspace_bytes(&Kernel::Decode(*tile), &dims));
+            }
+        }
+    }
+
+    fn resolved(t: usize, s: usize, spec: &AttendSpec) -> Result<Resolved> {
+        let problem = Problem {
+            q: Operand::contiguous([1, 1, t, 8]),
+            k: Operand::contiguous([1, 1, s, 8]),
+            v: Operand::contiguous([1, 1, s, 8]),
+            dtype: DType::F32,
+            device: DeviceKind::Cpu,
+        };
+        problem.resolve(spec)
+    }
+
+    #[test]
+    fn keys_in_sight_are_the_least_range_that_holds_all_visible_ones() -> Result<()> {
+        for (q, t, k, s) in [
+            (90, 10, 0, 100),
+            (0, 5, 3, 9),
+            (50, 4, 0, 20),
+            (0, 4, 50, 7),
+        ] {
+            for causal in [true, false] {
+                for window in [None, Some(1), Some(7), Some(60), Some(usize::MAX)] {
+                    let span = |start, len| Positions::Span { start, len };
+                    let spec = AttendSpec {
+                        causal,
+                        window,
+                        ..AttendSpec::causal().with_positions(span(q, t), span(k, s))
+                    };
+                    let call = resolved(t, s, &spec)?;
+                    let seen: Vec<usize> = (0..s)
+                        .filter(|j| (0..t).any(|i| call.sees(q + i as i64, k + *j as i64)))
+                        .collect();
+                    let expected = match (seen.first(), seen.last()) {
+                        (Some(first), Some(last)) => *first..last + 1,
+                        _ => 0..0,
+                    };
+                    let keys = keys_in_sight(&call);
+                    assert_eq!(
+                        keys.len(),
+                        expected.len(),
+                        "{q} {t} {k} {s} {causal} {window:?}"
+                    );
+                    if !keys.is_empty() {
+                        assert_eq!(keys, expected);
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn operand_is_copied_only_where_rows_are_not_aligned() {
+        let forward = Kernel::Forward(FORWARD[0]);
+        let simt = Kernel::Simt("dot");
+        let plain = Operand::contiguous([2, 4, 10, 64]);
+        let interleaved = Operand {
+            strides: [2560, 64, 256, 1],
+            ..plain
+        };
+        let odd_rows = Operand {
+            strides: [2600, 650, 65, 1],
+            ..plain
+        };
+        let odd_offset = Operand { offset: 4, ..plain };
+        let repeated = Operand {
+            strides: [640, 0, 64, 1],
+            ..plain
+        };
+        let across = Operand {
+            strides: [2560, 640, 1, 10],
+            ..plain
+        };
+        // What a dimension of one strides over matters to nobody.
+        let one_row = Operand {
+            dims: [1, 1, 1, 64],
+            strides: [3, 5, 7, 1],
+            offset: 8,
+        };
+        for dtype in HALVES {
+            for (operand, on_tensor_cores, without) in [
+                (plain, false, false),
+                (interleaved, false, false),
+                (repeated, false, false),
+                (one_row, false, false),
+                (odd_rows, true, false),
+                (odd_offset, true, false),
+                (across, true, true),
+            ] {
+                assert_eq!(
+                    forward.needs_copy(&operand, dtype),
+                    on_tensor_cores,
+                    "{operand:?}"
+                );
+                assert_eq!(simt.needs_copy(&operand, dtype), without, "{operand:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn factor_is_positive_but_for_the_bias() {
+        let log2e = std::f32::consts::LOG2_E;
+        let dot = |scale| log2_factor(&ResolvedScore::Dot { scale });
+        assert_eq!(dot(0.125), (0.125 * log2e, false));
+        assert_eq!(dot(-2.), (2. * log2e, true));
+        assert_eq!(dot(0.), (f32::MIN_POSITIVE, false));
+        assert_eq!(dot(1e-60), (f32::MIN_POSITIVE, false));
+        assert_eq!(dot(f64::from(f32::MAX)), (f32::MAX, false));
+        let bias = ResolvedScore::LinearBias {
+            scale: -2.,
+            slopes: [0.5].into(),
+        };
+        assert_eq!(log2_factor(&bias), (-2. * log2e, false));
+        assert_eq!(log2_slope(0.5), 0.5 * log2e);
+    }
+
+    #[test]
+    fn window_beyond_all_positions_is_none() {
+        assert_eq!(window_of_32_bits(None), i32::MAX);
+        assert_eq!(window_of_32_bits(Some(i64::MAX)), i32::MAX);
+        assert_eq!(window_of_32_bits(Some(POSITION_LIMIT)), i32::MAX);
+        assert_eq!(window_of_32_bits(Some(POSITION_LIMIT - 1)), (1 << 30) - 1);
+        assert_eq!(window_of_32_bits(Some(1)), 1);
+    }
+
+    #[test]
+    fn turns_hold_each_distance_and_the_one_before() {
+        let (alpha, phase_scale, reach) = (0.3, 0.25, 300);
+        let table = turns(alpha, phase_scale, reach);
+        assert_eq!(table.len(), turns_len(reach));
+        let w = |d: i64| ((d.abs() as f64).powf(alpha) * phase_scale) as f32;
+        for d in 1 - reach as i64..=(reach + ENTRIES_BEYOND - 1) as i64 {
+            let entry = table[(reach as i64 + d) as usize];
+            assert_eq!(entry, [w(d), w(d - 1)], "{d}");
+        }
+        assert_eq!(table[reach], [0., w(1)]);
+    }
+
+    #[test]
+    fn reach_holds_the_greatest_distance_up_to_its_limit() {
+        assert_eq!(reach(0), 4096);
+        assert_eq!(reach(4095), 4096);
+        assert_eq!(reach(4096), 8192);
+        assert_eq!(reach(131_071), 131_072);
+        assert_eq!(reach(u64::MAX), 1 << 21);
+    }
+
+    #[test]
+    fn greatest_distance_is_of_what_is_seen() {
+        let (q, k) = ((100, 199), (0, 399));
+        assert_eq!(greatest_distance(q, k, true, None), 199);
+        assert_eq!(greatest_distance(q, k, false, None), 299);
+        assert_eq!(greatest_distance(q, k, false, Some(64)), 63);
+        assert_eq!(greatest_distance((0, 9), (50, 60), true, None), 0);
+        assert_eq!(greatest_distance(q, k, true, Some(i64::MAX)), 199);
+    }
+}

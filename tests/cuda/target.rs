@@ -1,0 +1,350 @@
+//! The device under test, and one forward call on it held to the reference.
+
+use crate::reference::{
+    accumulator, deviation, store, tensor, unit_roundoff, values, Attention, Call, Inputs, Rows,
+    Storage,
+};
+use crate::report::Report;
+use candle_core::{DType, Device, Result, Tensor};
+use candle_posenc::{attend_with_lse, plan, AttendSpec, Backend, Path, Plan, Positions, Precision};
+use std::cell::RefCell;
+use std::collections::BTreeMap;
+
+/// A device, and the kernels that have run on it.
+pub struct Target {
+    device: Device,
+    /// Whether freed memory is filled with NaN before each call. Not where uninitialised reads are looked for.
+    poisons: bool,
+    kernels: RefCell<BTreeMap<String, usize>>,
+}
+
+/// Forward results, in the reference's order.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Forward {
+    pub out: Vec<f64>,
+    pub lse: Vec<f64>,
+}
+
+/// How a call is made.
+#[derive(Debug, Clone, Copy)]
+pub struct Manner {
+    pub dtype: DType,
+    pub precision: Precision,
+    pub storages: [Storage; 3],
+    /// Positions that follow each other are given as a span, not token by token.
+    pub spans: bool,
+}
+
+impl Manner {
+    pub fn of(dtype: DType) -> Self {
+        Self {
+            dtype,
+            precision: Precision::Precise,
+            storages: [Storage::Contiguous; 3],
+            spans: false,
+        }
+    }
+
+    pub fn fast(self) -> Self {
+        Self {
+            precision: Precision::Fast,
+            ..self
+        }
+    }
+
+    pub fn spans(self) -> Self {
+        Self {
+            spans: true,
+            ..self
+        }
+    }
+
+    pub fn stored(self, storages: [Storage; 3]) -> Self {
+        Self { storages, ..self }
+    }
+}
+
+/// The call as the crate takes it, on the fused path.
+pub fn spec(call: &Call, manner: Manner) -> Result<AttendSpec> {
+    let mut spec = AttendSpec {
+        precision: manner.precision,
+        ..call.spec(Backend::Fused)?
+    };
+    if manner.spans && call.segments.is_none() {
+        let (q, k) = call
+            .positions
+            .as_ref()
+            .map_or((None, None), |(q, k)| (span(q), span(k)));
+        spec.q_positions = q.or(spec.q_positions);
+        spec.k_positions = k.or(spec.k_positions);
+    }
+    Ok(spec)
+}
+
+fn span(rows: &Rows) -> Option<Positions> {
+    let [row] = &rows[..] else {
+        return None;
+    };
+    let start = *row.first()?;
+    let follow = row.iter().zip(start..).all(|(at, want)| *at == want);
+    (follow && start >= 0).then_some(Positions::Span {
+        start,
+        len: row.len(),
+    })
+}
+
+/// NaNs that fill freed memory before every call: more than the outputs and workspaces of small calls.
+const POISON_BYTES: usize = 8 << 20;
+
+impl Target {
+    pub fn new(device: Device, poisons: bool) -> Result<Self> {
+        let target = Self {
+            device,
+            poisons,
+            kernels: RefCell::default(),
+        };
+        // A driver without a device may fail only at the first allocation.
+        Tensor::zeros(1, DType::F32, target.device())?;
+        Ok(target)
+    }
+
+    pub fn device(&self) -> &Device {
+        &self.device
+    }
+
+    pub fn is_gpu(&self) -> bool {
+        self.device.is_cuda()
+    }
+
+    #[cfg(feature = "cuda")]
+    pub fn name(&self) -> String {
+        let Device::Cuda(device) = &self.device else {
+            return "the CPU: the tests are under test".to_string();
+        };
+        let stream = device.cuda_stream();
+        let context = stream.context();
+        match (context.name(), context.compute_capability()) {
+            (Ok(name), Ok((major, minor))) => {
+                format!("{name}, compute capability {major}.{minor}")
+            }
+            _ => "a GPU".to_string(),
+        }
+    }
+
+    #[cfg(not(feature = "cuda"))]
+    pub fn name(&self) -> String {
+        "the CPU: the tests are under test".to_string()
+    }
+
+    /// The kernels that have run, and how often.
+    pub fn kernels(&self) -> BTreeMap<String, usize> {
+        self.kernels.borrow().clone()
+    }
+
+    /// Whether the call takes the fused path here; counts its kernel.
+    pub fn counted_plan(
+        &self,
+        [q, k, v]: [&Tensor; 3],
+        spec: &AttendSpec,
+        report: &mut Report,
+    ) -> Result<Plan> {
+        let plan = plan(q, k, v, spec)?;
+        *self
+            .kernels
+            .borrow_mut()
+            .entry(plan.kernel.clone())
+            .or_default() += 1;
+        if self.is_gpu() {
+            report.check(plan.path == Path::FusedCuda, || {
+                format!("{q:?} {k:?} {v:?} takes another path: {plan}")
+            });
+        }
+        Ok(plan)
+    }
+
+    /// Leaves NaN behind in memory that the next allocations are given.
+    pub fn poison(&self) -> Result<()> {
+        if self.is_gpu() && self.poisons {
+            let sizes = [POISON_BYTES, POISON_BYTES / 4, 1 << 16, 1 << 12];
+            let held: Vec<Tensor> = sizes
+                .iter()
+                .map(|bytes| Tensor::full(f32::NAN, bytes / 4, &self.device))
+                .collect::<Result<_>>()?;
+            drop(held);
+        }
+        Ok(())
+    }
+
+    /// q, k and v of a call on the device, stored as told.
+    pub fn operands(&self, call: &Call, inputs: &Inputs, manner: Manner) -> Result<[Tensor; 3]> {
+        let dims = call.dims;
+        let load = |x: &[f64], shape, storage| {
+            store(
+                &tensor(x, shape, manner.dtype)?.to_device(&self.device)?,
+                storage,
+            )
+        };
+        Ok([
+            load(&inputs.q, dims.q(), manner.storages[0])?,
+            load(&inputs.k, dims.k(), manner.storages[1])?,
+            load(&inputs.v, dims.v(), manner.storages[2])?,
+        ])
+    }
+
+    /// The fused path's results, with every freed byte NaN before.
+    pub fn forward(
+        &self,
+        call: &Call,
+        inputs: &Inputs,
+        manner: Manner,
+        report: &mut Report,
+    ) -> Result<Forward> {
+        let [q, k, v] = self.operands(call, inputs, manner)?;
+        let spec = spec(call, manner)?;
+        self.counted_plan([&q, &k, &v], &spec, report)?;
+        self.poison()?;
+        let result = attend_with_lse(&q, &k, &v, &spec)?;
+        let dims = call.dims;
+        report.check(result.out.dims() == dims.out(), || {
+            format!(
+                "the output's shape is {:?}, not {:?}",
+                result.out.dims(),
+                dims.out()
+            )
+        });
+        report.check(result.lse.dims() == [dims.b, dims.h, dims.t], || {
+            format!("the log-sum-exp's shape is {:?}", result.lse.dims())
+        });
+        report.check(result.lse.dtype() == accumulator(manner.dtype), || {
+            format!("the log-sum-exp's dtype is {:?}", result.lse.dtype())
+        });
+        report.check(result.out.dtype() == manner.dtype, || {
+            format!("the output's dtype is {:?}", result.out.dtype())
+        });
+        Ok(Forward {
+            out: values(&result.out)?,
+            lse: values(&result.lse)?,
+        })
+    }
+
+    /// One call held to the reference.
+    pub fn check(
+        &self,
+        call: &Call,
+        inputs: &Inputs,
+        manner: Manner,
+        report: &mut Report,
+    ) -> Result<Forward> {
+        let expected = Expected::of(call, inputs, manner.dtype);
+        let got = self.forward(call, inputs, manner, report)?;
+        expected.hold(&describe(call, manner), &got, report);
+        Ok(got)
+    }
+}
+
+/// What a call has to give, and what a plain implementation would.
+pub struct Expected {
+    dtype: DType,
+    exact: Attention,
+    plain: Attention,
+}
+
+impl Expected {
+    pub fn of(call: &Call, inputs: &Inputs, dtype: DType) -> Self {
+        Self {
+            dtype,
+            exact: call.exact_forward(inputs),
+            plain: call.plain_forward(inputs, dtype),
+        }
+    }
+
+    /// Holds results to the reference by the rule of [`crate::reference`], and each row of the output by the same rule
+    /// on root mean squares, which shows what is lost beside the largest values.
+    pub fn hold(&self, what: &str, got: &Forward, report: &mut Report) {
+        for (name, got, exact, plain) in [
+            ("out", &got.out, &self.exact.out, &self.plain.out),
+            ("lse", &got.lse, &self.exact.lse, &self.plain.lse),
+        ] {
+            match deviation(name, got, exact, plain, self.dtype) {
+                Ok(worst) => report.compare(
+                    format!("{name}[{}] of {what}", worst.at),
+                    worst.error,
+                    worst.allowed,
+                ),
+                Err(fault) => report.fault(format!("{fault} of {what}")),
+            }
+        }
+        self.hold_rows(what, &got.out, report);
+    }
+
+    fn hold_rows(&self, what: &str, got: &[f64], report: &mut Report) {
+        let (exact, plain) = (&self.exact.out, &self.plain.out);
+        let width = got.len() / self.exact.lse.value.len().max(1);
+        if width < FEWEST_COLUMNS || got.len() != exact.value.len() {
+            return;
+        }
+        let unit = unit_roundoff(accumulator(self.dtype));
+        let stored = unit_roundoff(self.dtype);
+        let mut worst = (0., 1., 0);
+        for row in 0..got.len() / width {
+            let columns = row * width..(row + 1) * width;
+            let rms = |value: &dyn Fn(usize) -> f64| {
+                let squares: f64 = columns.clone().map(|i| value(i).powi(2)).sum();
+                (squares / width as f64).sqrt()
+            };
+            let error = rms(&|i| got[i] - exact.value[i]);
+            let allowed = 2. * rms(&|i| plain.value[i] - exact.value[i])
+                + 2. * stored * rms(&|i| exact.value[i])
+                + exact.floor() * unit * rms(&|i| exact.mass[i])
+                + f64::from(f32::MIN_POSITIVE) * (1. + rms(&|i| exact.reach[i]))
+                + if self.dtype == DType::F16 {
+                    2f64.powi(-24)
+                } else {
+                    0.
+                };
+            let error = if error.is_nan() { f64::INFINITY } else { error };
+            if error * worst.1 > worst.0 * allowed {
+                worst = (error, allowed, row);
+            }
+        }
+        report.compare(format!("row {} of {what}", worst.2), worst.0, worst.1);
+    }
+}
+
+/// Columns from which on a row's root mean square is a measure.
+const FEWEST_COLUMNS: usize = 16;
+
+/// A call in one line.
+pub fn describe(call: &Call, manner: Manner) -> String {
+    let d = call.dims;
+    let score = match &call.score {
+        candle_posenc::Score::Dot => "dot".to_string(),
+        candle_posenc::Score::LinearBias { .. } => "bias".to_string(),
+        candle_posenc::Score::Phase { amp_dim, alpha, .. } => {
+            format!("phase(A{amp_dim}, alpha {alpha}, {:?})", manner.precision)
+        }
+    };
+    let mut text = format!(
+        "{score} {:?} b{} h{} g{} t{} s{} d{} e{}",
+        manner.dtype, d.b, d.h, d.g, d.t, d.s, d.d, d.e
+    );
+    if !call.causal {
+        text += " bidirectional";
+    }
+    if let Some(window) = call.window {
+        text += &format!(" window {window}");
+    }
+    if let Some(scale) = call.scale {
+        text += &format!(" scale {scale}");
+    }
+    if call.positions.is_some() {
+        text += " positions";
+    }
+    if call.segments.is_some() {
+        text += " segments";
+    }
+    if manner.storages != [Storage::Contiguous; 3] {
+        text += &format!(" {:?}", manner.storages);
+    }
+    text
+}
