@@ -37,7 +37,7 @@ for line in open(sys.argv[1]):
         kind = {"test": "tests", "bench": "benches", "example": "examples"}.get(target["kind"][0], "unit_tests")
         print(kind, target["name"], message["executable"], sep="\t")
     elif message["reason"] == "build-script-executed" and "candle-posenc" in message["package_id"]:
-        print("resources", "", message["out_dir"] + "/resources.txt", sep="\t")
+        print("resources", "-", message["out_dir"] + "/resources.txt", sep="\t")
 PYTHON
 while IFS=$'\t' read -r kind name made; do
     if [ "$kind" = resources ]; then
