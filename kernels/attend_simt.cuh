@@ -269,6 +269,11 @@ struct Sight {
 
 // ---- Scores ----
 
+// |m - n|^alpha * phase_scale where no table has it. A call, for it is long and inlined many times otherwise.
+__device__ __noinline__ double far_turns(double distance, double alpha, double phase_scale) {
+    return pow(distance, alpha) * phase_scale;
+}
+
 // What a row's scores depend on, beside the products.
 template <typename Real>
 struct RowScore {
@@ -288,7 +293,7 @@ struct RowScore {
         if (sizeof(Real) == 4 && distance < call.reach) {
             return static_cast<Real>(__ldg(&call.turns[call.reach + distance].x));
         }
-        return static_cast<Real>(pow(static_cast<double>(distance), call.alpha) * call.phase_scale);
+        return static_cast<Real>(far_turns(static_cast<double>(distance), call.alpha, call.phase_scale));
     }
 
     // `dot` is q * k, of the amplitude parts for a phase; `phase` of the phase parts.
@@ -306,29 +311,37 @@ struct RowScore {
 
 // ---- Stages ----
 
-// One thread's share of a stage, under way from global memory.
+// Where a thread's share of a stage comes from: one column of every few keys.
+template <typename Element>
+struct Source {
+    const Element *column;  // in the first key of the tile
+    int64_t token;
+    unsigned real;          // bit i: key i is read, else zero
+};
+
+// That share, under way from global memory.
 template <typename Element, typename Real>
 struct Fetch {
     using Size = Sizes<Real>;
+    static constexpr int STEP = THREADS / Size::COLUMNS;  // in keys
     Real numbers[Size::LOADS];
 
-    // `rows` is the first key of the tile; `column` the one to read, -1 for zeros; `real` as in KeyTile.
-    __device__ void read(const Element *rows, int64_t token, int column, unsigned real) {
+    __device__ __forceinline__ void read(const Source<Element> &source) {
         const int first = threadIdx.x / Size::COLUMNS;
+        const Element *from = source.column + first * source.token;
+        const unsigned real = source.real >> first;
 #pragma unroll
         for (int i = 0; i < Size::LOADS; ++i) {
-            const int key = first + i * (THREADS / Size::COLUMNS);
-            const bool read = column >= 0 && (real >> key & 1);
-            numbers[i] = read ? widen(rows[key * token + column]) : Real(0);
+            numbers[i] = real >> i * STEP & 1 ? widen(__ldg(from)) : Real(0);
+            from += STEP * source.token;
         }
     }
 
-    __device__ void store(Real *stage) const {
+    __device__ __forceinline__ void store(Real *stage) const {
         const int first = threadIdx.x / Size::COLUMNS;
 #pragma unroll
         for (int i = 0; i < Size::LOADS; ++i) {
-            const int key = first + i * (THREADS / Size::COLUMNS);
-            stage[key * Size::PITCH + threadIdx.x % Size::COLUMNS] = numbers[i];
+            stage[(first + i * STEP) * Size::PITCH + threadIdx.x % Size::COLUMNS] = numbers[i];
         }
     }
 };
@@ -397,9 +410,12 @@ __device__ __forceinline__ void attend(const SimtCall &call) {
     const int tile_index = call.tiles - 1 - static_cast<int>(blockIdx.x % call.tiles);
     const int key_head = static_cast<int>(blockIdx.x / call.tiles) % key_heads;
     const int64_t batch = blockIdx.x / call.tiles / key_heads;
-    const int first_head = key_head * call.group;
-    const int64_t rows = call.queries.len * call.group;
     const int64_t first_row = int64_t(tile_index) * Size::BLOCK_ROWS;
+    const int rows = static_cast<int>(least(call.queries.len * call.group - first_row, Size::BLOCK_ROWS));  // here
+    const int64_t first_token = first_row / call.group;
+    const int first_member = static_cast<int>(first_row % call.group);  // of the group
+    const auto token_of = [&](int row) { return first_token + (first_member + row) / call.group; };
+    const auto head_of = [&](int row) { return key_head * call.group + (first_member + row) % call.group; };
     const int value_first = blockIdx.y * PIECE;
     const Layout layout(call, Size::VECTOR);
 
@@ -409,14 +425,11 @@ __device__ __forceinline__ void attend(const SimtCall &call) {
     Real *const weights = stages + 2 * Size::STAGE;                           // [BLOCK_ROWS][WEIGHT_PITCH]
 
     for (int row = warp; row < Size::BLOCK_ROWS; row += WARPS) {
-        const int64_t number = first_row + row;
-        const int64_t token = number / call.group;
-        const int head = first_head + static_cast<int>(number % call.group);
-        const Element *const from =
-            static_cast<const Element *>(call.q.data) + batch * call.q.batch + head * call.q.head + token * call.q.token;
+        const Element *const from = static_cast<const Element *>(call.q.data) + batch * call.q.batch +
+                                    head_of(row) * call.q.head + token_of(row) * call.q.token;
         for (int c = lane; c < layout.width; c += 32) {
             const int source = layout.source(c);
-            queries[row * layout.pitch + c] = source >= 0 && number < rows ? widen(from[source]) : Real(0);
+            queries[row * layout.pitch + c] = source >= 0 && row < rows ? widen(from[source]) : Real(0);
         }
     }
 
@@ -425,10 +438,9 @@ __device__ __forceinline__ void attend(const SimtCall &call) {
     int64_t position[Size::ROWS], segment[Size::ROWS];
 #pragma unroll
     for (int i = 0; i < Size::ROWS; ++i) {
-        const int64_t row = first_row + own_row + 4 * i;
-        const int64_t token = row / call.group;
-        position[i] = row < rows ? position_of(call.queries, batch, token) : -1;
-        segment[i] = row < rows ? segment_of(call.queries, batch, token) : 0;
+        const int row = own_row + 4 * i;
+        position[i] = row < rows ? position_of(call.queries, batch, token_of(row)) : -1;
+        segment[i] = row < rows ? segment_of(call.queries, batch, token_of(row)) : 0;
     }
     Real greatest_score[Size::ROWS], sum[Size::ROWS];
     Real out[Size::VALUE_STAGES][Size::ROWS][Size::LANE_COLUMNS];
@@ -442,8 +454,7 @@ __device__ __forceinline__ void attend(const SimtCall &call) {
             for (int c = 0; c < Size::LANE_COLUMNS; ++c) out[stage][i][c] = 0;
     }
 
-    const int64_t last_row = least(first_row + Size::BLOCK_ROWS, rows) - 1;
-    const Sight sight(call, batch, bounds_of(call.queries, batch, first_row / call.group, last_row / call.group));
+    const Sight sight(call, batch, bounds_of(call.queries, batch, first_token, token_of(rows - 1)));
 
     const int key_stages = (layout.width + Size::COLUMNS - 1) / Size::COLUMNS;
     const int value_columns = call.value_width - value_first < PIECE ? call.value_width - value_first : PIECE;
@@ -453,13 +464,13 @@ __device__ __forceinline__ void attend(const SimtCall &call) {
     const Element *const values =
         static_cast<const Element *>(call.v.data) + batch * call.v.batch + key_head * call.v.head + value_first;
     Fetch<Element, Real> fetch;
-    const auto fetch_keys = [&](const KeyTile &tile, int stage) {
-        const int c = stage * Size::COLUMNS + threadIdx.x % Size::COLUMNS;
-        fetch.read(keys + tile.first * call.k.token, call.k.token, c < layout.width ? layout.source(c) : -1, tile.real);
+    const auto stage_of_keys = [&](const KeyTile &tile, int stage) {
+        const int c = layout.source(stage * Size::COLUMNS + threadIdx.x % Size::COLUMNS);
+        return Source<Element>{keys + tile.first * call.k.token + c, call.k.token, c >= 0 ? tile.real : 0};
     };
-    const auto fetch_values = [&](const KeyTile &tile, int stage) {
+    const auto stage_of_values = [&](const KeyTile &tile, int stage) {
         const int c = stage * Size::COLUMNS + threadIdx.x % Size::COLUMNS;
-        fetch.read(values + tile.first * call.v.token, call.v.token, c < value_columns ? c : -1, tile.real);
+        return Source<Element>{values + tile.first * call.v.token + c, call.v.token, c < value_columns ? tile.real : 0};
     };
 
     KeyTile tile;
@@ -471,7 +482,7 @@ __device__ __forceinline__ void attend(const SimtCall &call) {
         __syncthreads();
     };
     if (more) {
-        fetch_keys(tile, 0);
+        fetch.read(stage_of_keys(tile, 0));
         store_and_turn();  // the queries are there, too
     }
     while (more) {
@@ -481,11 +492,7 @@ __device__ __forceinline__ void attend(const SimtCall &call) {
 #pragma unroll
             for (int j = 0; j < LANE_KEYS; ++j) products[i][j] = amplitudes[i][j] = 0;
         for (int stage = 0; stage < key_stages; ++stage) {
-            if (stage + 1 < key_stages) {
-                fetch_keys(tile, stage + 1);
-            } else {
-                fetch_values(tile, 0);
-            }
+            fetch.read(stage + 1 < key_stages ? stage_of_keys(tile, stage + 1) : stage_of_values(tile, 0));
             const int from = stage * Size::COLUMNS;
             const int to = layout.width - from < Size::COLUMNS ? layout.width : from + Size::COLUMNS;
             const Real *const stage_keys = stages + buffer * Size::STAGE + column * Size::PITCH;
@@ -521,7 +528,7 @@ __device__ __forceinline__ void attend(const SimtCall &call) {
         }
 #pragma unroll
         for (int i = 0; i < Size::ROWS; ++i) {
-            const RowScore<Real> score(call, first_head + static_cast<int>((first_row + own_row + 4 * i) % call.group));
+            const RowScore<Real> score(call, head_of(own_row + 4 * i));
             Real greatest_here = HIDDEN;
 #pragma unroll
             for (int j = 0; j < LANE_KEYS; ++j) {
@@ -560,14 +567,11 @@ __device__ __forceinline__ void attend(const SimtCall &call) {
 #pragma unroll
         for (int stage = 0; stage < Size::VALUE_STAGES; ++stage) {
             if (stage >= value_stages) break;
-            if (stage + 1 < value_stages) {
-                fetch_values(tile, stage + 1);
-            } else if (more) {
-                fetch_keys(next, 0);
-            }
+            const bool last = stage + 1 == value_stages;
+            if (!last || more) fetch.read(last ? stage_of_keys(next, 0) : stage_of_values(tile, stage + 1));
             average(out[stage], weights + own_row * Size::WEIGHT_PITCH,
                     stages + buffer * Size::STAGE + column * Size::VECTOR);
-            if (stage + 1 < value_stages || more) store_and_turn();
+            if (!last || more) store_and_turn();
         }
         tile = next;
     }
@@ -576,11 +580,11 @@ __device__ __forceinline__ void attend(const SimtCall &call) {
     for (int i = 0; i < Size::ROWS; ++i) {
 #pragma unroll
         for (int mask = 4; mask > 0; mask /= 2) sum[i] += __shfl_xor_sync(ALL_LANES, sum[i], mask);
-        const int64_t row = first_row + own_row + 4 * i;
+        const int row = own_row + 4 * i;
         if (row >= rows) continue;
         const bool empty = sum[i] == 0;
-        const int head = first_head + static_cast<int>(row % call.group);
-        const int64_t to = (batch * call.heads + head) * call.queries.len + row / call.group;
+        const Real inverse = empty ? Real(0) : 1 / sum[i];
+        const int64_t to = (batch * call.heads + head_of(row)) * call.queries.len + token_of(row);
         Element *const out_row = static_cast<Element *>(call.out) + to * call.value_width + value_first;
 #pragma unroll
         for (int stage = 0; stage < Size::VALUE_STAGES; ++stage)
@@ -588,7 +592,7 @@ __device__ __forceinline__ void attend(const SimtCall &call) {
             for (int c = 0; c < Size::LANE_COLUMNS; ++c) {
                 const int vector = c / Size::VECTOR * 8 + column;
                 const int to_column = stage * Size::COLUMNS + vector * Size::VECTOR + c % Size::VECTOR;
-                if (to_column < value_columns) narrow(out_row + to_column, empty ? Real(0) : out[stage][i][c] / sum[i]);
+                if (to_column < value_columns) narrow(out_row + to_column, out[stage][i][c] * inverse);
             }
         if (call.lse && blockIdx.y == 0 && column == 0) {
             static_cast<Real *>(call.lse)[to] = empty ? HIDDEN : greatest_score[i] + logarithm(sum[i]);

@@ -115,7 +115,9 @@ examples() {
 }
 
 bench() {
-    ! packed benches/cuda || step bench "$here/benches/cuda" "$@" "$results/cuda.csv"
+    packed benches/cuda || return
+    step bench "$here/benches/cuda" "$@" "$results/cuda.csv"
+    [ ! -e "$results/cuda.csv" ] || cat "$results/cuda.csv"
 }
 
 sanitize() {
@@ -143,7 +145,7 @@ peers() {
         failed+=(peers)
         return
     fi
-    step peers python3 "$here/peers/cuda_peers.py" --bench "$here/benches/cuda" --out "$results/peers.csv" "$@"
+    step peers python3 "$here/peers/cuda_peers.py" --ours "$here/benches/cuda" --out "$results/peers.csv" "$@"
 }
 
 case "$what" in

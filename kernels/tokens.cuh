@@ -30,8 +30,8 @@ constexpr int CONSECUTIVE = 1, HAS_PADDING = 2;
 // The bounds of tokens index .. index + size - 1; `size` is the size of the list's tiles.
 DEVICE TileBounds tile_bounds(const Tokens &tokens, int batch, int index, int size) {
     if (!tokens.list) {
-        int first = tokens.start + index;
-        return {first, first + min(size, tokens.len - index) - 1, 0, 0, CONSECUTIVE, {}};
+        int first = tokens.start + index, last = first + min(size, tokens.len - index) - 1;
+        return {max(first, 0), last, 0, 0, first < 0 ? HAS_PADDING : CONSECUTIVE, {}};
     }
     const int4 *tile = (const int4 *)(tokens.tiles + batch * tokens.tiles_batch + index / size);
     int4 bounds = __ldg(tile);
