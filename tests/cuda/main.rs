@@ -36,8 +36,10 @@ pub struct Test {
     /// By which it is selected.
     pub name: String,
     /// Runs it on a device.
-    pub run: Box<dyn Fn(&Target, &mut Report) -> Result<()>>,
+    pub run: Body,
 }
+
+type Body = Box<dyn Fn(&Target, &mut Report) -> Result<()>>;
 
 /// A test by its name.
 pub fn test(
