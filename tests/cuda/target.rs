@@ -180,10 +180,23 @@ impl Target {
         Ok(())
     }
 
+    /// A tensor without elements: a GPU has no memory of no length, so it is a part of another.
+    fn empty(&self, shape: [usize; 4], dtype: DType) -> Result<Tensor> {
+        let some = shape.map(|size| size.max(1)).to_vec();
+        let mut x = Tensor::zeros(some, dtype, &self.device)?;
+        for (dim, size) in shape.into_iter().enumerate() {
+            x = x.narrow(dim, 0, size)?;
+        }
+        Ok(x)
+    }
+
     /// q, k and v of a call on the device, stored as told.
     pub fn operands(&self, call: &Call, inputs: &Inputs, manner: Manner) -> Result<[Tensor; 3]> {
         let dims = call.dims;
-        let load = |x: &[f64], shape, storage| {
+        let load = |x: &[f64], shape: [usize; 4], storage| {
+            if x.is_empty() {
+                return self.empty(shape, manner.dtype);
+            }
             store(
                 &tensor(x, shape, manner.dtype)?.to_device(&self.device)?,
                 storage,
@@ -317,7 +330,7 @@ impl Expected {
 }
 
 /// Columns from which on a row's root mean square is a measure.
-const FEWEST_COLUMNS: usize = 16;
+const FEWEST_COLUMNS: usize = 32;
 
 /// A call in one line.
 pub fn describe(call: &Call, manner: Manner) -> String {
