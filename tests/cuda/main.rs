@@ -11,12 +11,15 @@
 
 #[path = "../reference/mod.rs"]
 mod reference;
+#[path = "../toy/mod.rs"]
+mod toy;
 
 mod canaries;
 mod cases;
 mod gradients;
 mod kernels;
 mod long;
+mod models;
 mod phase;
 mod repeats;
 mod report;
@@ -63,6 +66,7 @@ fn tests(small: bool) -> Vec<Test> {
         phase::tests(),
         canaries::tests(),
         gradients::tests(),
+        models::tests(),
         repeats::tests(),
         long::tests(),
         // After all others: which kernels have run.
