@@ -28,6 +28,7 @@
 
 constexpr unsigned WARP = 0xffffffff;
 constexpr float RESCALE_FROM = 8.f; // in log2
+constexpr float ENORMOUS = 1024.f;  // in log2
 
 // The least or greatest over the four threads that share a row.
 DEVICE float greatest_of_row(float x) {
@@ -322,6 +323,11 @@ template <class T_, class Score_, int WIDTH_, int VALUES_, int WARPS_, int ROW_T
                 }
     }
 
+    // Not so where nothing has been seen, and both are -infinity.
+    DEVICE bool has_grown(float greatest, float reference) const {
+        return (greatest - reference) * score.factor() > RESCALE_FROM;
+    }
+
     // Moves the references up to the greatest scores of rows that have grown well beyond them.
     DEVICE void follow_greatest(const Products &x) {
         float greatest[HALVES];
@@ -332,14 +338,14 @@ template <class T_, class Score_, int WIDTH_, int VALUES_, int WARPS_, int ROW_T
 #pragma unroll
             for (int i = 0; i < KEY_BLOCKS; i++)
                 row = fmaxf(row, fmaxf(x[a / 2][i][a % 2 * 2], x[a / 2][i][a % 2 * 2 + 1]));
-            greatest[a] = greatest_of_row(row) * score.factor();
-            grown |= greatest[a] > references[a] + RESCALE_FROM;
+            greatest[a] = greatest_of_row(row);
+            grown |= has_grown(greatest[a], references[a]);
         }
         if (!__any_sync(WARP, grown)) return;
 #pragma unroll
         for (int a = 0; a < HALVES; a++) {
-            if (!(greatest[a] > references[a] + RESCALE_FROM)) continue;
-            float shrink = exp2_approx(references[a] - greatest[a]); // 0 for the row's first key
+            if (!has_grown(greatest[a], references[a])) continue;
+            float shrink = exp2_approx((references[a] - greatest[a]) * score.factor()); // 0 for the row's first key
             references[a] = greatest[a];
             sums[a] *= shrink;
 #pragma unroll
@@ -352,13 +358,31 @@ template <class T_, class Score_, int WIDTH_, int VALUES_, int WARPS_, int ROW_T
         }
     }
 
+    // Score times factor is not rounded before the shift is subtracted, but the shift is: so where it is enormous, scores
+    // are made relative to their reference first.
+    DEVICE void subtract_references(Products &x, float (&shifts)[HALVES]) const {
+#pragma unroll
+        for (int a = 0; a < HALVES; a++) {
+            if (references[a] == -INFINITY) continue;
+            shifts[a] = 0.f;
+#pragma unroll
+            for (int i = 0; i < KEY_BLOCKS; i++)
+#pragma unroll
+                for (int e = 0; e < 2; e++) x[a / 2][i][a % 2 * 2 + e] -= references[a];
+        }
+    }
+
     // Turns scores into weights, and adds them and the values they weigh.
     template <bool MASKED> DEVICE void add_values(Products &x) {
         uint32_t v_address = v_tile() + lane % 16 * PITCH + lane / 16 * 16;
         float shifts[HALVES];
+        bool enormous = false;
 #pragma unroll
-        for (int a = 0; a < HALVES; a++)
-            shifts[a] = MASKED && references[a] == -INFINITY ? 0.f : -references[a];
+        for (int a = 0; a < HALVES; a++) {
+            shifts[a] = MASKED && references[a] == -INFINITY ? 0.f : -references[a] * score.factor();
+            enormous |= fabsf(shifts[a]) > ENORMOUS;
+        }
+        if (__any_sync(WARP, enormous)) subtract_references(x, shifts);
 #pragma unroll
         for (int step = 0; step < KEYS / 16; step++) {
             uint32_t weights[ROW_TILES][4];
@@ -398,7 +422,7 @@ template <class T_, class Score_, int WIDTH_, int VALUES_, int WARPS_, int ROW_T
             inverses[a] = sum == 0.f ? 0.f : 1.f / sum;
             int row = first_query() + 8 * a;
             if (call.lse && block.piece == 0 && lane % 4 == 0 && row < call.queries.len)
-                call.lse[head_row + row] = sum == 0.f ? -INFINITY : (references[a] + log2f(sum)) * 0.6931471806f;
+                call.lse[head_row + row] = sum == 0.f ? -INFINITY : (references[a] * score.factor() + log2f(sum)) * 0.6931471806f;
         }
         // Each warp passes its rows through the shared memory of its own queries, to write whole chunks.
         uint8_t *rows = shared + warp_row() * PITCH;

@@ -82,10 +82,6 @@ fn loads(target: &Target, report: &mut Report) -> Result<()> {
 /// Which kernels have run. Only for a run of all tests.
 pub fn coverage() -> Vec<Test> {
     vec![test("every_kernel_has_run", |target, report| {
-        if !target.is_gpu() {
-            report.skip("only on a GPU");
-            return Ok(());
-        }
         let ran = target.kernels();
         for kernel in all() {
             report.check(ran.contains_key(&kernel), || {

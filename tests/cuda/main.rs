@@ -11,12 +11,15 @@
 
 #[path = "../reference/mod.rs"]
 mod reference;
+#[path = "../toy/mod.rs"]
+mod toy;
 
 mod canaries;
 mod cases;
 mod gradients;
 mod kernels;
 mod long;
+mod models;
 mod phase;
 mod repeats;
 mod report;
@@ -36,8 +39,10 @@ pub struct Test {
     /// By which it is selected.
     pub name: String,
     /// Runs it on a device.
-    pub run: Box<dyn Fn(&Target, &mut Report) -> Result<()>>,
+    pub run: Body,
 }
+
+type Body = Box<dyn Fn(&Target, &mut Report) -> Result<()>>;
 
 /// A test by its name.
 pub fn test(
@@ -61,6 +66,7 @@ fn tests(small: bool) -> Vec<Test> {
         phase::tests(),
         canaries::tests(),
         gradients::tests(),
+        models::tests(),
         repeats::tests(),
         long::tests(),
         // After all others: which kernels have run.

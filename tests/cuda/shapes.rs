@@ -28,7 +28,7 @@ pub fn families(h: usize, d: usize, dtype: DType) -> Vec<(&'static str, Score, M
     if d > 1 {
         // A whole number of 8 columns in each part where there can be one.
         let amp_dim = match d {
-            16.. if d % 8 == 0 => d / 16 * 8,
+            16.. if d.is_multiple_of(8) => d / 16 * 8,
             _ => d / 2,
         };
         families.push(("phase_precise", phase(amp_dim), precise));

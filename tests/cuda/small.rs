@@ -81,5 +81,6 @@ pub fn tests() -> Vec<Test> {
             ));
         }
     }
+    tests.extend(crate::kernels::coverage());
     tests
 }

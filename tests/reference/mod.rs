@@ -712,6 +712,9 @@ pub fn store(x: &Tensor, storage: Storage) -> Result<Tensor> {
 
 /// A tensor's values in f64, in contiguous order.
 pub fn values(x: &Tensor) -> Result<Vec<f64>> {
+    if x.elem_count() == 0 {
+        return Ok(Vec::new());
+    }
     x.to_dtype(DType::F64)?.flatten_all()?.to_vec1()
 }
 
