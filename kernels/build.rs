@@ -87,7 +87,10 @@ fn build() -> Result<(), String> {
     let table = resources::table(&usages) + "\n" + &compiler::times(&units, &compiled);
     write(&made.join("resources.txt"), &table)?;
     write(&made.join("kernels.rs"), &unit::list(&units))?;
-    resources::check_local_memory(&usages)
+    for line in resources::check_local_memory(&usages)? {
+        println!("cargo::warning={line}");
+    }
+    Ok(())
 }
 
 fn write(path: &Path, text: &str) -> Result<(), String> {

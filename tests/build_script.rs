@@ -103,7 +103,16 @@ fn kernel_with_local_memory_is_refused_unless_it_may() {
         stack: 8,
         ..usage("attend_simt_phase_f64", "sm_80")
     };
-    assert_eq!(check_local_memory(&[slow]), Ok(()));
+    assert_eq!(check_local_memory(&[slow]), Ok(Vec::new()));
+    let elsewhere = Usage {
+        stack: 8,
+        ..usage("attend_forward_dot_w64_v1_f16", "sm_120")
+    };
+    let told = check_local_memory(&[elsewhere]).unwrap();
+    assert!(
+        told.len() == 1 && told[0].contains("sm_120: 8 bytes"),
+        "{told:?}"
+    );
     for kernel in ["attend_forward_simt", "attend_decode_bias_w64_v1_f16"] {
         for (stack, spill_stores, spill_loads) in [(1, 0, 0), (0, 1, 0), (0, 0, 1)] {
             let usage = Usage {

@@ -4,6 +4,8 @@ use std::fmt::Write;
 
 /// Kernels that may use local memory: slow ones for what the others do not take.
 const MAY_USE_LOCAL_MEMORY: [&str; 1] = ["attend_simt"];
+/// Where the others promise to use none; their tiles were chosen for these.
+const PROMISED_ON: [&str; 3] = ["sm_80", "sm_90", "sm_90a"];
 
 /// What one kernel takes on one architecture.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -84,22 +86,21 @@ pub fn warnings(log: &str) -> Vec<String> {
     paragraphs
 }
 
-/// Holds kernels to their promise.
+/// Holds kernels to their promise. Returns a line for each that uses local memory where it promised nothing.
 ///
 /// # Errors
-/// When one that must not uses local memory; the text names each, the architecture and the bytes.
-pub fn check_local_memory(usages: &[Usage]) -> Result<(), String> {
-    let mut text = String::new();
+/// When one breaks it; the text names each, the architecture and the bytes.
+pub fn check_local_memory(usages: &[Usage]) -> Result<Vec<String>, String> {
+    let (mut broken, mut others) = (Vec::new(), Vec::new());
     for usage in usages {
-        let allowed = MAY_USE_LOCAL_MEMORY
-            .iter()
-            .any(|name| usage.kernel.starts_with(name));
-        if allowed || usage.stack + usage.spill_stores + usage.spill_loads == 0 {
+        let may = |name: &&str| usage.kernel.starts_with(*name);
+        if MAY_USE_LOCAL_MEMORY.iter().any(may)
+            || usage.stack + usage.spill_stores + usage.spill_loads == 0
+        {
             continue;
         }
-        let _ = write!(
-            text,
-            "\n  {} on {}: {} bytes of stack, {} of spill stores, {} of spill loads, with {} registers",
+        let line = format!(
+            "{} on {}: {} bytes of stack, {} of spill stores, {} of spill loads, with {} registers",
             usage.kernel,
             usage.architecture,
             usage.stack,
@@ -107,13 +108,18 @@ pub fn check_local_memory(usages: &[Usage]) -> Result<(), String> {
             usage.spill_loads,
             usage.registers
         );
+        match PROMISED_ON.contains(&usage.architecture.as_str()) {
+            true => broken.push(line),
+            false => others.push(line),
+        }
     }
-    if text.is_empty() {
-        return Ok(());
+    match broken.is_empty() {
+        true => Ok(others),
+        false => Err(format!(
+            "these kernels use local memory, and promise not to:\n  {}",
+            broken.join("\n  ")
+        )),
     }
-    Err(format!(
-        "these kernels use local memory, and promise not to:{text}"
-    ))
 }
 
 /// All of it as text, by kernel.
