@@ -73,14 +73,20 @@ pub enum Backend {
 
 /// How exactly the phase's cosine is evaluated on a GPU. On the CPU both are precise.
 ///
-/// Either way whole turns are dropped exactly before the cosine is taken, so that its error does not grow with the
-/// phase; what the phase itself is off, by the rounding of the distance's power to f32, is the same in both.
+/// Either way whole turns are dropped exactly before the cosine is taken, by two fused multiply-adds. What is left to
+/// both is the rounding of the distance's power to f32, which grows with the number of turns. The largest error of the
+/// cosine against f64, bf16 and f16 inputs, on an H200 (`tests/cuda/phase.rs`):
+///
+/// | turns | up to 1 | 10 | 50 | 100 | 300 |
+/// |---|---|---|---|---|---|
+/// | `Fast` | 5.5e-7 | 3.1e-6 | 1.7e-5 | 2.6e-5 | 6.7e-5 |
+/// | `Precise` | 3.4e-7 | 3.1e-6 | 1.7e-5 | 2.6e-5 | 6.7e-5 |
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Precision {
-    /// The hardware cosine: off by at most 4.3e-7 at phases up to 10,000 turns.
+    /// The hardware's cosine.
     #[default]
     Fast,
-    /// A polynomial to f32 accuracy.
+    /// A polynomial. On tensor cores 5 to 7 % slower. Decoding and the kernels without tensor cores always use it.
     Precise,
 }
 
@@ -182,7 +188,7 @@ pub struct AttendOutput {
 /// accumulated in f32.
 ///
 /// On the fused CPU path the output does not depend on the number of threads, and the gradients are the same bit
-/// for bit on every run with the same number of threads.
+/// for bit on every run with the same number of threads. On a GPU the output is the same bit for bit on every run.
 ///
 /// # Shapes
 /// q (B, H, T, D), k (B, G, S, D), v (B, G, S, E) → (B, H, T, E). Any strides.
