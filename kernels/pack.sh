@@ -10,8 +10,13 @@
 # Building needs nvcc, or `source FOLDER/activate` of what kernels/toolkit.sh made in FOLDER.
 set -euo pipefail
 
-usage="usage: kernels/pack.sh FILE.tar.xz [CARGO_TARGET...]"
-file=$(realpath -m "${1:?$usage}")
+case "${1:-}" in
+"" | -*)
+    sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p}' "$0"
+    exit 2
+    ;;
+esac
+file=$(realpath -m "$1")
 shift
 targets=("$@")
 [ ${#targets[@]} -gt 0 ] || targets=(--test cuda --test golden --bench cuda --example train --example generate)

@@ -8,7 +8,8 @@
 #   examples   each packed example at toy size
 #   bench      our times, to RESULTS/cuda.csv
 #   sanitize   memcheck, initcheck, synccheck and racecheck of compute-sanitizer on small shapes
-#   peers      the times of other people's kernels and ours, taking turns, to RESULTS/peers.csv
+#   peers      the times of other people's kernels (of torch and triton, which must be there) and ours, taking turns, to
+#              RESULTS/peers.csv
 #   all        all of it, the default
 # Logs go to the folder RESULTS (./results). ARGUMENTs go to the programs: names of tests, options of benches.
 # It ends with 1 when anything failed.
@@ -21,10 +22,14 @@ shift $(($# < 2 ? $# : 2))
 case "$what" in
 tests | examples | bench | sanitize | peers | all) ;;
 *)
-    echo "usage: run.sh [tests|examples|bench|sanitize|peers|all] [RESULTS] [ARGUMENT...]"
+    sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p}' "$0"
     exit 2
     ;;
 esac
+if [ ! -e "$here/golden" ]; then
+    echo "run.sh runs what kernels/pack.sh packed: unpack that, and start the run.sh in it"
+    exit 2
+fi
 mkdir -p "$results"
 
 # ---- Libraries: CUDA's own folder, what the system knows, and those that come with Python packages ----

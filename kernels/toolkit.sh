@@ -10,12 +10,18 @@
 # start it with that machine's libraries.
 set -euo pipefail
 
-usage="usage: kernels/toolkit.sh FOLDER"
-folder=$(realpath -m "${1:?$usage}")
+case "${1:-}" in
+"" | -*)
+    sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p}' "$0"
+    exit 2
+    ;;
+esac
+folder=$(realpath -m "$1")
 project=$(realpath "$(dirname "$0")/..")
 for tool in python3 gcc cargo; do
     command -v "$tool" > /dev/null || { echo "kernels/toolkit.sh needs $tool"; exit 1; }
 done
+python3 -m pip --version > /dev/null || { echo "kernels/toolkit.sh needs pip for python3"; exit 1; }
 
 # 13.0: a driver reads PTX of its own version and older, and 13.0 is the oldest of the 13 line.
 wheels=(
@@ -71,8 +77,10 @@ export PATH="$folder/bin:\$PATH"
 export CUDA_HOME="$folder" CUDA_PATH="$folder" CUDA_ROOT="$folder" CUDA_TOOLKIT_ROOT_DIR="$folder"
 # What candle's own kernels are built for; ours are built for several at once (see kernels/build.rs).
 export CUDA_COMPUTE_CAP="\${CUDA_COMPUTE_CAP:-80}"
-# Only to start the programs on a machine without a driver.
-export LD_LIBRARY_PATH="$folder/lib/stubs:$folder/lib\${LD_LIBRARY_PATH:+:\$LD_LIBRARY_PATH}"
+# Only where there is no driver, to start the programs at all.
+if ! ldconfig -p 2> /dev/null | grep -q 'libcuda\.so\.1'; then
+    export LD_LIBRARY_PATH="$folder/lib/stubs:$folder/lib\${LD_LIBRARY_PATH:+:\$LD_LIBRARY_PATH}"
+fi
 ACTIVATE
 touch "$folder/complete"
 "$folder/bin/nvcc" --version | tail -n 2

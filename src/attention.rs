@@ -1,6 +1,6 @@
 //! The attention part of a transformer block: projections, grouped heads, and the hooks of an [`Encoding`].
 
-use crate::attend::{attend, plan, AttendSpec, Backend, Plan};
+use crate::attend::{attend, plan, AttendSpec, Backend, Plan, Precision};
 use crate::cache::CacheStep;
 use crate::encoding::{Encoding, ModelDims, PosState, Qkv};
 use crate::positions::Positions;
@@ -18,6 +18,7 @@ pub struct Attention {
     dims: ModelDims,
     window: Option<usize>,
     backend: Backend,
+    precision: Precision,
 }
 
 /// What [`Attention::forward`] returns.
@@ -53,7 +54,13 @@ impl Attention {
             dims: *dims,
             window,
             backend: Backend::Auto,
+            precision: Precision::default(),
         })
+    }
+
+    /// The same with the phase evaluated so on a GPU.
+    pub fn with_precision(self, precision: Precision) -> Self {
+        Self { precision, ..self }
     }
 
     /// The same on another backend.
@@ -140,6 +147,7 @@ impl Attention {
     fn spec(&self, encoding: &dyn Encoding, state: &PosState, keys: &Positions) -> AttendSpec {
         AttendSpec {
             window: self.window,
+            precision: self.precision,
             ..AttendSpec::causal()
         }
         .with_score(encoding.score(self.layer))

@@ -4,7 +4,7 @@
 //! each behind a norm; a last norm and the head make logits (B, T, V). The encoding acts only through its
 //! [hooks](Encoding).
 
-use crate::attend::{Backend, Plan};
+use crate::attend::{Backend, Plan, Precision};
 use crate::attention::{linear, Attention};
 use crate::cache::{CacheStep, KvCache};
 use crate::encoding::{Ctx, Encoding, EncodingConfig, ModelDims, PosState, RopeConfig};
@@ -313,6 +313,14 @@ impl Llama {
             norm: norm(config, model.pp("norm"))?,
             head,
         })
+    }
+
+    /// The same with TAPA's phase evaluated so on a GPU.
+    pub fn with_precision(mut self, precision: Precision) -> Self {
+        for block in &mut self.blocks {
+            block.attention = block.attention.clone().with_precision(precision);
+        }
+        self
     }
 
     /// The same with attention on another backend.

@@ -15,7 +15,7 @@ const GPUS: [DeviceKind; 3] = [
 /// Devices without a fused kernel, and what reasons call them.
 const WITHOUT_KERNELS: [(DeviceKind, &str); 3] = [
     (DeviceKind::Cuda { cc: Some((7, 5)) }, "7.5, below 8.0"),
-    (DeviceKind::Cuda { cc: None }, "None"),
+    (DeviceKind::Cuda { cc: None }, "without the feature cuda"),
     (DeviceKind::Metal, "Metal"),
 ];
 

@@ -25,7 +25,14 @@ impl DeviceName {
             }
             Self::Cuda(number) => match Device::new_cuda(number) {
                 Ok(device) => Ok(device),
-                Err(error) => bail!("--device {self}: no such GPU here: {}", message(&error)),
+                Err(error) => {
+                    let error = message(&error);
+                    let why = match error.contains("STUB_LIBRARY") {
+                        true => " (these are the stand-ins of kernels/toolkit.sh, not a driver: unset LD_LIBRARY_PATH)",
+                        false => "",
+                    };
+                    bail!("--device {self}: no such GPU here: {error}{why}")
+                }
             },
         }
     }

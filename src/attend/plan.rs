@@ -153,6 +153,10 @@ fn cuda_plan(
                 "this version has no fused kernel for compute capability {major}.{minor}, below {oldest}.{point}"
             ));
         }
+        DeviceKind::Cuda { cc: None } => return Err(
+            "this was built without the feature cuda, or the GPU's compute capability was not given"
+                .to_string(),
+        ),
         device => return Err(format!("this version has no fused kernel for {device:?}")),
     };
     let score = ScoreKind::of(&spec.score, spec.precision);

@@ -284,7 +284,7 @@ fn compute_capability(device: &candle_core::CudaDevice) -> Result<Option<(u32, u
     super::cuda::compute_capability(device).map(Some)
 }
 
-/// Without the feature there is no such device.
+/// Without the feature there are no kernels to choose; candle may have it all the same.
 #[cfg(not(feature = "cuda"))]
 fn compute_capability(_: &candle_core::CudaDevice) -> Result<Option<(u32, u32)>> {
     Ok(None)

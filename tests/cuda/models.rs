@@ -7,7 +7,10 @@ use crate::toy::{config, difference, encodings, in_chunks, loss, plain, tokens, 
 use crate::{test, Test};
 use candle_core::{DType, Result, Tensor, Var};
 use candle_nn::VarBuilder;
-use candle_posenc::{Backend, EncodingConfig, KvCache, Llama, LlamaConfig, Positions, SeededVars};
+use candle_posenc::encoding::TapaConfig;
+use candle_posenc::{
+    Backend, EncodingConfig, KvCache, Llama, LlamaConfig, Positions, Precision, SeededVars,
+};
 use std::collections::HashMap;
 
 pub fn tests() -> Vec<Test> {
@@ -26,7 +29,31 @@ pub fn tests() -> Vec<Test> {
             move |target, report| gradients(target, &encoding, report),
         ));
     }
+    tests.push(test("model_evaluates_the_phase_as_asked", phase_precision));
     tests
+}
+
+fn phase_precision(target: &Target, report: &mut Report) -> Result<()> {
+    // Heads of 16 columns, 8 for each part: tensor cores take them.
+    let tapa = EncodingConfig::Tapa(TapaConfig::default());
+    let config = LlamaConfig {
+        head_dim: Some(16),
+        ..config(tapa)
+    };
+    let vars = variables(&config, DType::BF16)?;
+    for asked in [Precision::Fast, Precision::Precise] {
+        let there = carried(target, &vars)?;
+        let model = on_device(target, &config, &there, DType::BF16, false)?.with_precision(asked);
+        let plan = model.plan(0, 1, 64)?;
+        let promised = match target.device().is_cuda() {
+            true => asked,
+            false => Precision::Precise,
+        };
+        if plan.precision != Some(promised) {
+            report.fault(format!("{asked:?} was asked for, and the plan is {plan}"));
+        }
+    }
+    Ok(())
 }
 
 /// Variables, of the same values, on the device under test.
