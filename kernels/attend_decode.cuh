@@ -462,7 +462,8 @@ template <class T_, class Score_, int WIDTH_, int VALUES_, int WARPS_, int STAGE
                     average.x += shares[w] * more.x;
                     average.y += shares[w] * more.y;
                 }
-                average = make_float2(average.x * inverse, average.y * inverse);
+                // What nobody sees may be infinite.
+                average = empty ? make_float2(0.f, 0.f) : make_float2(average.x * inverse, average.y * inverse);
                 if (last) *(uint32_t *)((T *)call.out + to + c) = Half<T>::pack(average.x, average.y);
                 else *(float2 *)(call.part_out + to + c) = average;
             }

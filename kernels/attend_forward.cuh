@@ -245,7 +245,7 @@ template <class T_, class Score_, int WIDTH_, int VALUES_, int WARPS_, int ROW_T
             }
 #pragma unroll
             for (int a = HALVES - 1; a > 0; a--) entries[a] = entries[a - 1];
-            entries[0] = __ldg(turns - 8 * (i + 1));
+            if (i + 1 < KEY_BLOCKS) entries[0] = __ldg(turns - 8 * (i + 1));
         }
     }
 
@@ -306,7 +306,7 @@ template <class T_, class Score_, int WIDTH_, int VALUES_, int WARPS_, int ROW_T
         if constexpr (MASKED) look_up(x, phases);
         else near_scores(x, phases, ahead);
         follow_greatest(x);
-        add_values<MASKED>(x);
+        add_values(x);
     }
 
     // Scores of a tile in which positions run on and every key is visible; `cosines` are those of the phases.
@@ -373,13 +373,13 @@ template <class T_, class Score_, int WIDTH_, int VALUES_, int WARPS_, int ROW_T
     }
 
     // Turns scores into weights, and adds them and the values they weigh.
-    template <bool MASKED> DEVICE void add_values(Products &x) {
+    DEVICE void add_values(Products &x) {
         uint32_t v_address = v_tile() + lane % 16 * PITCH + lane / 16 * 16;
         float shifts[HALVES];
         bool enormous = false;
 #pragma unroll
         for (int a = 0; a < HALVES; a++) {
-            shifts[a] = MASKED && references[a] == -INFINITY ? 0.f : -references[a] * score.factor();
+            shifts[a] = references[a] == -INFINITY ? 0.f : -references[a] * score.factor();
             enormous |= fabsf(shifts[a]) > ENORMOUS;
         }
         if (__any_sync(WARP, enormous)) subtract_references(x, shifts);
@@ -434,7 +434,8 @@ template <class T_, class Score_, int WIDTH_, int VALUES_, int WARPS_, int ROW_T
                 for (int c = 0; c < COLUMN_BLOCKS; c++) {
                     float *pair = &averages[i][a / 2][c][a % 2 * 2];
                     *(uint32_t *)(rows + (8 * a + lane / 4) * PITCH + c * 16 + lane % 4 * 4) =
-                        Half<T>::pack(pair[0] * inverses[a], pair[1] * inverses[a]);
+                        // What nobody sees may be infinite.
+                        inverses[a] == 0.f ? 0 : Half<T>::pack(pair[0] * inverses[a], pair[1] * inverses[a]);
                 }
             __syncwarp();
 #pragma unroll

@@ -592,7 +592,7 @@ __device__ __forceinline__ void attend(const SimtCall &call) {
             for (int c = 0; c < Size::LANE_COLUMNS; ++c) {
                 const int vector = c / Size::VECTOR * 8 + column;
                 const int to_column = stage * Size::COLUMNS + vector * Size::VECTOR + c % Size::VECTOR;
-                if (to_column < value_columns) narrow(out_row + to_column, out[stage][i][c] * inverse);
+                if (to_column < value_columns) narrow(out_row + to_column, empty ? Real(0) : out[stage][i][c] * inverse);
             }
         if (call.lse && blockIdx.y == 0 && column == 0) {
             static_cast<Real *>(call.lse)[to] = empty ? HIDDEN : greatest_score[i] + logarithm(sum[i]);

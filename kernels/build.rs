@@ -86,7 +86,10 @@ fn build() -> Result<(), String> {
     }
     let table = resources::table(&usages) + "\n" + &compiler::times(&units, &compiled);
     write(&made.join("resources.txt"), &table)?;
-    write(&made.join("kernels.rs"), &unit::list(&units))?;
+    write(
+        &made.join("kernels.rs"),
+        &unit::list(&units, &architectures),
+    )?;
     for line in resources::check_local_memory(&usages)? {
         println!("cargo::warning={line}");
     }

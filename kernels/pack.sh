@@ -61,6 +61,8 @@ cp -r tests/golden "$packed/golden"
 mkdir -p "$packed/peers"
 find benches/peers -name '*.py' -exec cp {} "$packed/peers/" \;
 git describe --always --dirty > "$packed/version" 2> /dev/null || true
+numbers=$(cd "$packed/golden" && find . -type f | LC_ALL=C sort | xargs cat | sha256sum | cut -c1-16)
+echo "golden numbers: $(find "$packed/golden" -type f | wc -l) files, sha256 $numbers" >> "$packed/version"
 
 # The programs are nearly the same, 40 MB each: a dictionary that spans two finds each part but once.
 mkdir -p "$(dirname "$file")"

@@ -78,7 +78,7 @@ export CUDA_HOME="$folder" CUDA_PATH="$folder" CUDA_ROOT="$folder" CUDA_TOOLKIT_
 # What candle's own kernels are built for; ours are built for several at once (see kernels/build.rs).
 export CUDA_COMPUTE_CAP="\${CUDA_COMPUTE_CAP:-80}"
 # Only where there is no driver, to start the programs at all.
-if ! ldconfig -p 2> /dev/null | grep -q 'libcuda\.so\.1'; then
+if ! python3 -c 'import ctypes; ctypes.CDLL("libcuda.so.1")' 2> /dev/null; then
     export LD_LIBRARY_PATH="$folder/lib/stubs:$folder/lib\${LD_LIBRARY_PATH:+:\$LD_LIBRARY_PATH}"
 fi
 ACTIVATE

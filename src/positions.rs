@@ -20,7 +20,8 @@ pub enum Positions {
     /// Positions given token by token, each batch row on its own: padding, packed documents, shards.
     ///
     /// What these tensors hold is read to the host; from a GPU only once for each tensor, since reading waits for the
-    /// GPU. So do not write into their memory (`slice_set`) once they have been used; a `Var` is read anew each time.
+    /// GPU, and attention on a GPU keeps its copy of any. So do not write into their memory once they have been used
+    /// (`slice_set`, or a detached view of a `Var` that changes); a `Var` itself is read anew each time.
     Explicit {
         /// (B, T) or (1, T), `i64`. The single row stands for every row of the batch.
         pos: Tensor,

@@ -308,7 +308,9 @@ fn units_have_names_of_their_own_and_the_macros_of_their_tile() {
 
 #[test]
 fn list_of_fatbins_is_in_order_of_names() {
-    let text = list(&[plain("b"), plain("a")]);
+    let images = parse_architectures("sm_90a,compute_80").unwrap();
+    let text = list(&[plain("b"), plain("a")], &images);
+    assert!(text.contains("(true, 90, \"a\")") && text.contains("(false, 80, \"\")"));
     let a = text
         .find("(\"a\", include_bytes!(concat!(env!(\"OUT_DIR\"), \"/a.fatbin\")))")
         .unwrap();

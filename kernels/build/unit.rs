@@ -1,5 +1,6 @@
 //! What is compiled: a unit is one source file with its macros, and becomes one fatbin.
 
+use super::architecture::Architecture;
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::{cmp::Reverse, fs};
@@ -126,7 +127,7 @@ fn includes(text: &str) -> impl Iterator<Item = &str> {
 }
 
 /// The Rust source that holds the fatbins.
-pub fn list(units: &[Unit]) -> String {
+pub fn list(units: &[Unit], architectures: &[Architecture]) -> String {
     let mut names: Vec<_> = units.iter().map(|unit| unit.name.as_str()).collect();
     names.sort_unstable();
     let mut text = String::from(
@@ -136,6 +137,16 @@ pub fn list(units: &[Unit]) -> String {
         text += &format!(
             "    ({name:?}, include_bytes!(concat!(env!(\"OUT_DIR\"), \"/{name}.fatbin\"))),\n"
         );
+    }
+    text += "];\n/// What each has an image for: machine code or else PTX, ten times the compute capability, and its letter.\n";
+    text += "pub const IMAGES: &[(bool, u32, &str)] = &[\n";
+    for Architecture {
+        machine,
+        capability,
+        suffix,
+    } in architectures
+    {
+        text += &format!("    ({machine}, {capability}, {suffix:?}),\n");
     }
     text + "];\n"
 }

@@ -29,6 +29,22 @@ pub(super) const POSITION_LIMIT: i64 = 1 << 30;
 /// Oldest compute capability that the kernels are compiled for.
 pub(super) const OLDEST: (u32, u32) = (8, 0);
 
+/// An image of the kernels: machine code or else PTX, ten times its compute capability, and its letter or nothing.
+pub(super) type Image = (bool, u32, &'static str);
+
+/// Whether a GPU of this compute capability runs one of these images.
+pub(super) fn some_image_fits(images: &[Image], (major, minor): (u32, u32)) -> bool {
+    images.iter().any(|&(machine, image, letter)| {
+        let (image_major, image_minor) = (image / 10, image % 10);
+        let (same_major, newer) = (image_major == major, image_minor <= minor);
+        match (letter, machine) {
+            ("a", _) => same_major && image_minor == minor,
+            ("f", _) | (_, true) => same_major && newer,
+            _ => image_major < major || (same_major && newer),
+        }
+    })
+}
+
 /// What the choice of a kernel depends on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Demand {
@@ -133,6 +149,9 @@ impl Kernel {
     /// tensor cores each row must start at a multiple of 16 bytes.
     pub fn needs_copy(&self, operand: &Operand, dtype: DType) -> bool {
         const CHUNK: usize = 16;
+        if operand.dims.contains(&0) {
+            return false;
+        }
         let [rows @ .., width] = operand.dims;
         let [row_strides @ .., width_stride] = operand.strides;
         let lies = |elements: usize| {
@@ -520,6 +539,24 @@ mod tests {
 
     fn entry(demand: Demand) -> String {
         Kernel::choose(&demand).unwrap().entry(demand.dtype)
+    }
+
+    #[test]
+    fn images_fit_the_gpus_that_run_them() {
+        let default = [(true, 80, ""), (true, 90, ""), (false, 80, "")];
+        for gpu in [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 1)] {
+            assert!(some_image_fits(&default, gpu), "{gpu:?}");
+        }
+        assert!(!some_image_fits(&default, (7, 5)));
+        assert!(!some_image_fits(&[(true, 90, "")], (8, 0)));
+        assert!(!some_image_fits(&[(true, 90, "")], (10, 0)));
+        assert!(!some_image_fits(&[(true, 86, "")], (8, 0)));
+        assert!(some_image_fits(&[(true, 80, "")], (8, 9)));
+        assert!(some_image_fits(&[(true, 90, "a")], (9, 0)));
+        assert!(!some_image_fits(&[(false, 90, "a")], (10, 0)));
+        assert!(some_image_fits(&[(false, 100, "f")], (10, 3)));
+        assert!(!some_image_fits(&[(false, 100, "f")], (12, 0)));
+        assert!(!some_image_fits(&[], (9, 0)));
     }
 
     #[test]

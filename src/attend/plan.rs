@@ -2,7 +2,7 @@
 
 use super::launch::{self, Demand, Kernel, ScoreKind};
 use super::problem::{saturating_product, saturating_sum, Dims};
-use super::{cpu, AttendSpec, Backend, DeviceKind, Precision, Problem, Score};
+use super::{cpu, cuda, AttendSpec, Backend, DeviceKind, Precision, Problem, Score};
 use crate::positions::Positions;
 use candle_core::{bail, DType, Result, Tensor};
 use std::fmt;
@@ -144,6 +144,13 @@ fn cuda_plan(
     spec: &AttendSpec,
 ) -> std::result::Result<Plan, String> {
     let compute_capability = match problem.device {
+        DeviceKind::Cuda { cc: Some((major, minor)) }
+            if !launch::some_image_fits(cuda::IMAGES, (major, minor)) && (major, minor) >= launch::OLDEST =>
+        {
+            return Err(format!(
+                "the kernels were not built for compute capability {major}.{minor} (CANDLE_POSENC_CUDA_ARCHS says for which)"
+            ));
+        }
         DeviceKind::Cuda { cc: Some(cc) } if cc >= launch::OLDEST => cc,
         DeviceKind::Cuda {
             cc: Some((major, minor)),

@@ -98,6 +98,11 @@ pub fn tests() -> Vec<Test> {
             tape_halves,
         ),
         test("visible_nan_shows", visible_nan),
+        test("infinitely_low_scores_weigh_nothing_k4", lowest_scores),
+        test(
+            "infinite_values_stay_with_rows_that_see_them_k5",
+            unseen_infinity,
+        ),
         test("empty_calls_give_zeros_k7", empty_calls),
     ]
 }
@@ -1280,6 +1285,58 @@ fn visible_nan(target: &Target, report: &mut Report) -> Result<()> {
                 report.check(spared == &want.out[t * 64..], || {
                     format!("{name} {dtype:?}: NaN leaks into other heads")
                 });
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Scores of −∞ fill whole tiles, in which every key is visible.
+fn lowest_scores(target: &Target, report: &mut Report) -> Result<()> {
+    for dtype in [DType::BF16, DType::F32] {
+        for t in [4, 200] {
+            let dims = Dims {
+                t,
+                ..Dims::square(1, 1, 200, 64)
+            };
+            let inputs = Inputs::new(dims, Fill::Normal, 61, dtype);
+            let steep = Call::new(dims).with_score(Score::LinearBias {
+                slopes: vec![1e37].into(),
+            });
+            target.check(&steep, &inputs, Manner::of(dtype), report)?;
+            let mut low = inputs;
+            low.q.iter_mut().step_by(64).for_each(|x| *x = 1.);
+            for key in 96..200 {
+                low.k[key * 64] = f64::NEG_INFINITY;
+            }
+            target.check(&Call::new(dims), &low, Manner::of(dtype), report)?;
+        }
+    }
+    Ok(())
+}
+
+/// A query that sees nothing gives 0 whatever the values of its tile are.
+fn unseen_infinity(target: &Target, report: &mut Report) -> Result<()> {
+    for dtype in DTYPES {
+        for t in [5, 20] {
+            for far in [f64::INFINITY, f64::NAN] {
+                let dims = Dims::square(1, 1, t, 64);
+                let places = vec![(0..t as i64).map(|i| i - 1).collect::<Vec<_>>()];
+                let keys = vec![(0..t as i64).collect::<Vec<_>>()];
+                for (name, score, manner) in families(1, 64, dtype) {
+                    let call = Call::causal(dims)
+                        .with_score(score)
+                        .with_positions(places.clone(), keys.clone());
+                    let mut inputs = Inputs::new(dims, Fill::Normal, 62, dtype);
+                    inputs.v[2 * 64 + 3] = far;
+                    let got = target.forward(&call, &inputs, manner, report)?;
+                    report.check(got.out[..64].iter().all(|x| *x == 0.), || {
+                        format!("{name} {dtype:?} of {t}: {far} in a row that sees nothing")
+                    });
+                    report.check(got.lse[0] == f64::NEG_INFINITY, || {
+                        format!("{name} {dtype:?} of {t}: the log-sum-exp of nothing")
+                    });
+                }
             }
         }
     }

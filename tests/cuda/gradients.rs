@@ -6,7 +6,7 @@ use crate::shapes::families;
 use crate::target::{describe, spec, Manner, Target};
 use crate::{test, Test};
 use candle_core::{DType, Result, Tensor, Var};
-use candle_posenc::attend_with_lse;
+use candle_posenc::{attend, attend_with_lse, AttendSpec};
 
 pub fn tests() -> Vec<Test> {
     let mut tests = Vec::new();
@@ -42,6 +42,24 @@ pub fn tests() -> Vec<Test> {
             },
         ));
     }
+    tests.push(test(
+        "gradients_where_there_are_no_keys_are_zero",
+        |target, report| {
+            for dtype in [DType::F32, DType::BF16] {
+                let q = Tensor::ones((1, 2, 5, 64), dtype, target.device())?;
+                let k = Tensor::ones((1, 1, 3, 64), dtype, target.device())?.narrow(2, 0, 0)?;
+                let q = Var::from_tensor(&q)?;
+                let out = attend(&q, &k, &k, &AttendSpec::causal())?;
+                let gradients = out.sum_all()?.backward()?;
+                let zero = match gradients.get(&q) {
+                    Some(gradient) => values(gradient)?.iter().all(|x| *x == 0.),
+                    None => false,
+                };
+                report.check(zero, || format!("{dtype:?}: the gradient of q"));
+            }
+            Ok(())
+        },
+    ));
     tests.push(test(
         "gradients_of_padded_documents_equal_reference",
         |target, report| {

@@ -49,9 +49,9 @@ fn phase_precision(target: &Target, report: &mut Report) -> Result<()> {
             true => asked,
             false => Precision::Precise,
         };
-        if plan.precision != Some(promised) {
-            report.fault(format!("{asked:?} was asked for, and the plan is {plan}"));
-        }
+        report.check(plan.precision == Some(promised), || {
+            format!("{asked:?} was asked for, and the plan is {plan}")
+        });
     }
     Ok(())
 }

@@ -216,7 +216,7 @@ impl Job<'_> {
         call.tiles = narrow(self.call.dims.t.div_ceil(rows))?;
         let shape = Launch::forward(tile, &self.call.dims)?;
         // SAFETY: the operands' extents were checked by candle, the results are as long as the kernel's dims say, lists
-        // and tables were made for this call; rows are aligned, or `launch` would have refused them. All stays alive
+        // and tables hold what this call asks for; rows are aligned, or `launch` would have refused them. All stays alive
         // until it is launched, and memory given back later is not given out on this stream before the launch has run.
         unsafe { attend_forward(&stream, &kernel.entry(self.dtype), shape, &call) }
     }

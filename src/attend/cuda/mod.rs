@@ -18,6 +18,13 @@ pub(super) mod tiles;
 #[cfg(feature = "cuda")]
 mod tokens;
 
+/// What the kernels were compiled for; without the feature, what they are by default.
+#[cfg(not(feature = "cuda"))]
+pub(super) const IMAGES: &[super::launch::Image] =
+    &[(true, 80, ""), (true, 90, ""), (false, 80, "")];
+#[cfg(feature = "cuda")]
+pub(super) use module::IMAGES;
+
 #[cfg(feature = "cuda")]
 pub(super) use forward::{compute_capability, forward, readable};
 #[cfg(feature = "cuda")]

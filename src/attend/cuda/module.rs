@@ -15,6 +15,7 @@ use std::sync::{Arc, LazyLock, Mutex, PoisonError};
 mod compiled {
     include!(concat!(env!("OUT_DIR"), "/kernels.rs"));
 }
+pub(in crate::attend) use compiled::IMAGES;
 use compiled::KERNELS;
 
 // SAFETY: `#[repr(C)]` structures of numbers, laid out as the kernels' (see their tests in `call.rs`).
