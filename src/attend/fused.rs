@@ -162,6 +162,14 @@ impl FusedAttention {
     }
 }
 
+/// Zeros like x, which may be of no length: a GPU has no such memory, but a view of some can be.
+fn zeros_of_any_length(x: &Tensor) -> Result<Tensor> {
+    let dims: Vec<usize> = x.dims().iter().map(|size| (*size).max(1)).collect();
+    let zeros = Tensor::zeros(dims, x.dtype(), x.device())?;
+    let cut = |zeros: Tensor, (dim, size): (usize, &usize)| zeros.narrow(dim, 0, *size);
+    x.dims().iter().enumerate().try_fold(zeros, cut)
+}
+
 /// Gradients through the dense path, whose inputs are copies so that nothing is tracked beyond them.
 fn dense_backward(
     call: &Resolved,
@@ -171,12 +179,11 @@ fn dense_backward(
     let [q, k, v] = inputs;
     let Dims { b, h, t, s, .. } = call.dims;
     if b * h * t * s == 0 {
-        // A GPU has no memory of no length, so no zeros either.
-        let zeros = |x: &Tensor| match x.elem_count() {
-            0 => Ok(None),
-            _ => x.zeros_like().map(Some),
-        };
-        return Ok((zeros(q)?, zeros(k)?, zeros(v)?));
+        return Ok((
+            Some(zeros_of_any_length(q)?),
+            Some(zeros_of_any_length(k)?),
+            Some(zeros_of_any_length(v)?),
+        ));
     }
     let copy = |x: &Tensor| Var::from_tensor(&x.detach());
     let (q, k, v) = (copy(q)?, copy(k)?, copy(v)?);
