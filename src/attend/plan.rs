@@ -148,7 +148,7 @@ fn cuda_plan(
             if !launch::some_image_fits(cuda::IMAGES, (major, minor)) && (major, minor) >= launch::OLDEST =>
         {
             return Err(format!(
-                "the kernels were not built for compute capability {major}.{minor} (CANDLE_POSENC_CUDA_ARCHS says for which)"
+                "there is no fused kernel for compute capability {major}.{minor} in this build (CANDLE_POSENC_CUDA_ARCHS says for which)"
             ));
         }
         DeviceKind::Cuda { cc: Some(cc) } if cc >= launch::OLDEST => cc,
@@ -161,7 +161,7 @@ fn cuda_plan(
             ));
         }
         DeviceKind::Cuda { cc: None } => return Err(
-            "this was built without the feature cuda, or the GPU's compute capability was not given"
+            "there is no fused kernel: this was built without the feature cuda, or the GPU's compute capability was not given"
                 .to_string(),
         ),
         device => return Err(format!("this version has no fused kernel for {device:?}")),
