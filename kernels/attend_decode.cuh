@@ -31,7 +31,6 @@
 
 namespace decode {
 
-constexpr unsigned ALL_LANES = 0xffffffff;
 constexpr int ROWS = 16, KEYS = 16;
 
 // Where the rows of one block stand, padding aside.
@@ -122,14 +121,6 @@ template <class T_, class Score_, int WIDTH_, int VALUES_, int WARPS_, int STAGE
     DEVICE float *warp_averages(int warp) const { return (float *)(shared + ROWS * PITCH + warp * RING_BYTES); }
     DEVICE float *warp_statistics(int warp) const { return (float *)shared + warp * 2 * ROWS; }
 
-    // Column of q or k that belongs at the start of a chunk, or -1: the phase's two parts have half the width each.
-    DEVICE int source_column(int chunk) const {
-        if (!Score::PHASE) return 8 * chunk < call.head_width ? 8 * chunk : -1;
-        if (chunk < CHUNKS / 2) return 8 * chunk < call.amplitude_width ? 8 * chunk : -1;
-        int column = call.amplitude_width + 8 * (chunk - CHUNKS / 2);
-        return column < call.head_width ? column : -1;
-    }
-
     DEVICE int value_columns(int i) const { return min(WIDTH, call.value_width - WIDTH * (piece + i)); }
 
     // ---- Queries ----
@@ -142,10 +133,10 @@ template <class T_, class Score_, int WIDTH_, int VALUES_, int WARPS_, int STAGE
     DEVICE void look_at_rows() {
         Token row = query_at(first_row + lane % ROWS);
         bool real = row.position >= 0;
-        rows.first = __reduce_min_sync(ALL_LANES, real ? row.position : INT_MAX);
-        rows.last = __reduce_max_sync(ALL_LANES, row.position);
-        rows.segment_first = __reduce_min_sync(ALL_LANES, real ? row.segment : INT_MAX);
-        rows.segment_last = __reduce_max_sync(ALL_LANES, real ? row.segment : INT_MIN);
+        rows.first = __reduce_min_sync(WARP, real ? row.position : INT_MAX);
+        rows.last = __reduce_max_sync(WARP, row.position);
+        rows.segment_first = __reduce_min_sync(WARP, real ? row.segment : INT_MAX);
+        rows.segment_last = __reduce_max_sync(WARP, real ? row.segment : INT_MIN);
 #pragma unroll
         for (int a = 0; a < 2; a++) queries[a] = query_at(first_row + lane / 4 + 8 * a);
     }
@@ -153,7 +144,7 @@ template <class T_, class Score_, int WIDTH_, int VALUES_, int WARPS_, int STAGE
     // Into shared memory, with the scale's sign.
     DEVICE void load_queries() {
         for (int i = threadIdx.x; i < ROWS * CHUNKS; i += THREADS) {
-            int row = i / CHUNKS, chunk = i % CHUNKS, column = source_column(chunk), number = first_row + row;
+            int row = i / CHUNKS, chunk = i % CHUNKS, column = source_column<Score, CHUNKS>(call, chunk), number = first_row + row;
             uint4 numbers = make_uint4(0, 0, 0, 0);
             if (number < row_count() && column >= 0) {
                 const T *from = (const T *)call.q.data + batch * call.q.batch + head_of(number) * call.q.head +
@@ -202,7 +193,7 @@ template <class T_, class Score_, int WIDTH_, int VALUES_, int WARPS_, int STAGE
     }
 
     DEVICE void aim_at_keys() {
-        int chunk = lane % CHUNKS, row = lane / CHUNKS, column = source_column(chunk);
+        int chunk = lane % CHUNKS, row = lane / CHUNKS, column = source_column<Score, CHUNKS>(call, chunk);
         read_keys = column >= 0;
         keys = (const T *)call.k.data + batch * call.k.batch + kv_head * call.k.head + row * call.k.token +
                max(column, 0);
@@ -231,7 +222,7 @@ template <class T_, class Score_, int WIDTH_, int VALUES_, int WARPS_, int STAGE
     // Starts copying the keys of a tile, which is the one that was looked ahead at, and notes what is known of it.
     DEVICE void copy_keys(int stage, int tile, int end) {
         if (tile < end) {
-            unsigned wanted = __ballot_sync(ALL_LANES, lane < KEYS && is_wanted(upcoming));
+            unsigned wanted = __ballot_sync(WARP, lane < KEYS && is_wanted(upcoming));
             if (lane < KEYS) slot(stage).tokens[lane] = make_int2(upcoming.position, upcoming.segment);
             if (lane == 0) slot(stage).wanted = wanted;
             if (wanted) copy_tile(key_tile(stage), keys + (int64_t)tile * KEYS * call.k.token, call.k.token, read_keys, wanted);
@@ -302,23 +293,13 @@ template <class T_, class Score_, int WIDTH_, int VALUES_, int WARPS_, int STAGE
             }
     }
 
-    static DEVICE float greatest_of_row(float x) {
-        x = fmaxf(x, __shfl_xor_sync(ALL_LANES, x, 1));
-        return fmaxf(x, __shfl_xor_sync(ALL_LANES, x, 2));
-    }
-
-    static DEVICE float sum_of_row(float x) {
-        x += __shfl_xor_sync(ALL_LANES, x, 1);
-        return x + __shfl_xor_sync(ALL_LANES, x, 2);
-    }
-
     // Moves m up to the greatest score, and turns scores into weights.
     DEVICE void weigh(Products &x) {
         float greatest[2];
 #pragma unroll
         for (int a = 0; a < 2; a++)
             greatest[a] = greatest_of_row(fmaxf(fmaxf(x[0][2 * a], x[0][2 * a + 1]), fmaxf(x[1][2 * a], x[1][2 * a + 1])));
-        if (__any_sync(ALL_LANES, greatest[0] > references[0] || greatest[1] > references[1])) {
+        if (__any_sync(WARP, greatest[0] > references[0] || greatest[1] > references[1])) {
 #pragma unroll
             for (int a = 0; a < 2; a++) {
                 if (!(greatest[a] > references[a])) continue;
@@ -518,7 +499,7 @@ template <class T> DEVICE void attend_merge(const ForwardCall &call) {
     float greatest = -INFINITY;
     for (int part = lane; part < parts; part += 32) greatest = fmaxf(greatest, call.part_lse[first + (int64_t)part * ROWS]);
 #pragma unroll
-    for (int mask = 16; mask > 0; mask /= 2) greatest = fmaxf(greatest, __shfl_xor_sync(ALL_LANES, greatest, mask));
+    for (int mask = 16; mask > 0; mask /= 2) greatest = fmaxf(greatest, __shfl_xor_sync(WARP, greatest, mask));
 
     constexpr int LANE_VECTORS = MERGE_COLUMNS / 128; // of four columns
     float4 averages[LANE_VECTORS];

@@ -26,20 +26,8 @@
 #include "score.cuh"
 #include "tokens.cuh"
 
-constexpr unsigned WARP = 0xffffffff;
 constexpr float RESCALE_FROM = 8.f; // in log2
 constexpr float ENORMOUS = 1024.f;  // in log2
-
-// The least or greatest over the four threads that share a row.
-DEVICE float greatest_of_row(float x) {
-    x = fmaxf(x, __shfl_xor_sync(WARP, x, 1));
-    return fmaxf(x, __shfl_xor_sync(WARP, x, 2));
-}
-
-DEVICE float sum_of_row(float x) {
-    x += __shfl_xor_sync(WARP, x, 1);
-    return x + __shfl_xor_sync(WARP, x, 2);
-}
 
 // What all threads of a block know. It lies in shared memory, for registers are full of products and averages.
 template <class T> struct Block {
@@ -110,14 +98,6 @@ template <class T_, class Score_, int WIDTH_, int VALUES_, int WARPS_, int ROW_T
         return (const T *)operand.data + batch * operand.batch + head * operand.head;
     }
 
-    // Column of q or k that belongs at the start of a chunk, or -1: the phase's two parts have half the width each.
-    DEVICE int source_column(int chunk) const {
-        if (!Score::PHASE) return 8 * chunk < call.head_width ? 8 * chunk : -1;
-        if (chunk < CHUNKS / 2) return 8 * chunk < call.amplitude_width ? 8 * chunk : -1;
-        int column = call.amplitude_width + 8 * (chunk - CHUNKS / 2);
-        return column < call.head_width ? column : -1;
-    }
-
     // Copies rows `first` .. `first + COUNT` of a tile, with zeros for those from `count` on. A row is copied by
     // `ROW_THREADS` threads; `column(chunk)` is where a chunk comes from, below 0 for zeros, and `may_read(row)` the rest
     // that has to hold.
@@ -146,7 +126,7 @@ template <class T_, class Score_, int WIDTH_, int VALUES_, int WARPS_, int ROW_T
     // Starts copying a tile of q or k.
     template <int COUNT> DEVICE void copy_operand(uint32_t to, const T *from, int64_t stride, int first, int count) const {
         copy_rows<COUNT>(
-            to, from, stride, first, count, [&](int chunk) { return source_column(chunk); },
+            to, from, stride, first, count, [&](int chunk) { return source_column<Score, CHUNKS>(call, chunk); },
             [](int) { return true; });
     }
 

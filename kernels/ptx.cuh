@@ -61,7 +61,7 @@ DEVICE float log2_approx(float x) {
     return y;
 }
 
-// cos x, x in radians: multiplies by 1/2pi, rounding down, and looks up.
+// cos x, x in radians: multiplies by 1/2pi, rounding towards zero, and looks up.
 DEVICE float cos_approx(float x) {
     float y;
     asm("cos.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -78,6 +78,19 @@ DEVICE float max_nan(float x, float y) {
     float z;
     asm("max.NaN.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
     return z;
+}
+
+constexpr unsigned WARP = 0xffffffff; // all its lanes
+
+// The greatest of, and the sum over, the four lanes that share a row of mma.m16n8k16's products.
+DEVICE float greatest_of_row(float x) {
+    x = fmaxf(x, __shfl_xor_sync(WARP, x, 1));
+    return fmaxf(x, __shfl_xor_sync(WARP, x, 2));
+}
+
+DEVICE float sum_of_row(float x) {
+    x += __shfl_xor_sync(WARP, x, 1);
+    return x + __shfl_xor_sync(WARP, x, 2);
 }
 
 // The two 16-bit types: packing of two f32, and c += a b on a 16x8 tile, a 16x16 by rows, b 16x8 by columns.

@@ -63,3 +63,12 @@ template <bool PRECISE> struct Phase {
         return cos_turns(turns_per_unit, phase);
     }
 };
+
+// Column of q or k that belongs at the start of a 16-byte chunk of a row of CHUNKS in shared memory, or -1 for zeros: the
+// phase's two parts have half the row each.
+template <class Score, int CHUNKS> DEVICE int source_column(const ForwardCall &call, int chunk) {
+    if (!Score::PHASE) return 8 * chunk < call.head_width ? 8 * chunk : -1;
+    if (chunk < CHUNKS / 2) return 8 * chunk < call.amplitude_width ? 8 * chunk : -1;
+    int column = call.amplitude_width + 8 * (chunk - CHUNKS / 2);
+    return column < call.head_width ? column : -1;
+}

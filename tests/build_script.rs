@@ -232,15 +232,15 @@ fn nvcc_is_looked_for_where_variables_say_first() {
     assert_eq!(places(&[]), [usual]);
     assert_eq!(
         places(&[
-            ("PATH", "/bin:/opt/bin"),
+            ("PATH", "/c/bin:/d"),
             ("CUDA_PATH", "/b"),
             ("CUDA_HOME", "/a")
         ]),
         [
             "/a/bin/nvcc",
             "/b/bin/nvcc",
-            "/bin/nvcc",
-            "/opt/bin/nvcc",
+            "/c/bin/nvcc",
+            "/d/nvcc",
             usual
         ]
     );

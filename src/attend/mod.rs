@@ -88,7 +88,8 @@ pub enum Precision {
     /// The hardware's cosine.
     #[default]
     Fast,
-    /// A polynomial. On tensor cores 4 % (D = 128) to 14 % (D = 64, short) slower. Decoding and the kernels without tensor cores always use it.
+    /// A polynomial. On tensor cores 4 % (D = 128) to 14 % (D = 64, T = 2048) slower. Decoding and the kernels without
+    /// tensor cores always use it.
     Precise,
 }
 

@@ -144,28 +144,25 @@ fn cuda_plan(
     spec: &AttendSpec,
 ) -> std::result::Result<Plan, String> {
     let compute_capability = match problem.device {
-        DeviceKind::Cuda { cc: Some((major, minor)) }
-            if !launch::some_image_fits(cuda::IMAGES, (major, minor)) && (major, minor) >= launch::OLDEST =>
-        {
-            return Err(format!(
-                "there is no fused kernel for compute capability {major}.{minor} in this build (CANDLE_POSENC_CUDA_ARCHS says for which)"
-            ));
-        }
-        DeviceKind::Cuda { cc: Some(cc) } if cc >= launch::OLDEST => cc,
-        DeviceKind::Cuda {
-            cc: Some((major, minor)),
-        } => {
-            let (oldest, point) = launch::OLDEST;
-            return Err(format!(
-                "this version has no fused kernel for compute capability {major}.{minor}, below {oldest}.{point}"
-            ));
-        }
+        DeviceKind::Cuda { cc: Some(cc) } => cc,
         DeviceKind::Cuda { cc: None } => return Err(
             "there is no fused kernel: this was built without the feature cuda, or the GPU's compute capability was not given"
                 .to_string(),
         ),
         device => return Err(format!("this version has no fused kernel for {device:?}")),
     };
+    let (major, minor) = compute_capability;
+    if compute_capability < launch::OLDEST {
+        let (oldest, point) = launch::OLDEST;
+        return Err(format!(
+            "this version has no fused kernel for compute capability {major}.{minor}, below {oldest}.{point}"
+        ));
+    }
+    if !launch::some_image_fits(cuda::IMAGES, compute_capability) {
+        return Err(format!(
+            "there is no fused kernel for compute capability {major}.{minor} in this build (CANDLE_POSENC_CUDA_ARCHS says for which)"
+        ));
+    }
     let score = ScoreKind::of(&spec.score, spec.precision);
     let kernel = Kernel::choose(&Demand {
         dims: *dims,
@@ -189,7 +186,6 @@ fn cuda_plan(
         true => position_bytes(dims, spec).saturating_add(launch::position_bytes(dims)),
         false => 0,
     };
-    let (major, minor) = compute_capability;
     Ok(Plan {
         path: Path::FusedCuda,
         reason: format!("the tensors are on a GPU of compute capability {major}.{minor}"),

@@ -109,9 +109,11 @@ fn logits(
         DType::F64 => 1e-10,
         // As `toy::tolerance` has it: random TAPA multiplies rounding a thousandfold.
         _ => {
-            let plain = whole(&on_cpu(&config, &vars, dtype)?, &ids, &positions)?;
-            let floor = if dtype == DType::F32 { 3e-5 } else { 0.02 };
-            floor + 4. * difference(&plain, &want)
+            1e-5 + 2.
+                * difference(
+                    &whole(&on_cpu(&config, &vars, dtype)?, &ids, &positions)?,
+                    &want,
+                )
         }
     };
     let model = on_device(target, &config, &carried(target, &vars)?, dtype, false)?;
@@ -201,7 +203,7 @@ fn gradients(target: &Target, encoding: &EncodingConfig, report: &mut Report) ->
             report.fault(format!("{name} got no gradient in f32 on the CPU"));
             continue;
         };
-        let allowed = 3e-5 + 4. * difference(plain, want);
+        let allowed = 2e-5 + 2. * difference(plain, want);
         report.compare(name.clone(), difference(got, want), allowed);
     }
     Ok(())
