@@ -60,6 +60,42 @@ struct ForwardCall {
     int tiles;
     // Decode: (B,G,row blocks,parts,16,E) and (B,G,row blocks,parts,16), f32: each part's average and log2-sum-exp.
     float *part_out, *part_lse;
+    // For a backward pass, or null. (B,H,T): log2 of the sum of a row's weights, and what rounding it lost; infinity where
+    // nothing is seen. (B,H,T,E): what rounding the output lost.
+    float2 *statistics;
+    void *rest;
+};
+
+// What the backward pass needs of each row.
+struct DeltaCall {
+    const void *out, *rest;   // (B,H,T,E) without gaps, as the forward pass left them
+    Operand grad;             // the output's gradient
+    const float2 *statistics; // as in ForwardCall
+    float2 *rows;             // (B,H,T): the first of a row's statistics, and delta, the sum of out * grad
+    int *enormous;            // (B,H,ceil(T/64)): whether a tile of 64 queries has a row whose statistics' second part counts
+    int heads;
+    int len;                  // T
+    int value_width;          // E
+    int reserved;
+};
+
+struct BackwardCall {
+    Operand q, k;
+    Operand v[2], grad[2];    // the second from column `width` of the values on
+    Operand dq, dk, dv;       // results: a kernel for keys writes dk and dv, one for queries dq
+    const float2 *rows, *statistics;
+    const int *enormous;      // all three as in DeltaCall
+    Tokens queries, keys;
+    ScoreCall score;
+    float scale;              // in natural units, of any sign
+    int heads, group;         // H and H/G
+    int head_width;           // D
+    int amplitude_width;      // phase: width of the amplitude part
+    int value_width;          // E
+    int causal;
+    int window;               // positions a query sees, its own included; INT_MAX for all
+    int tiles;                // of keys, or of queries, in a head: those that the kernel's blocks are for
+    int reserved;
 };
 
 // Where queries or keys stand, for the general kernel: absolute positions; a negative one is padding.
@@ -93,5 +129,6 @@ struct SimtCall {
 
 // The same numbers stand in `call.rs`.
 static_assert(sizeof(Operand) == 32 && sizeof(TileBounds) == 32 && sizeof(Tokens) == 40, "");
-static_assert(sizeof(ScoreCall) == 40 && sizeof(ForwardCall) == 312, "");
+static_assert(sizeof(ScoreCall) == 40 && sizeof(ForwardCall) == 328, "");
+static_assert(sizeof(DeltaCall) == 88 && sizeof(BackwardCall) == 472, "");
 static_assert(sizeof(SimtTokens) == 40 && sizeof(SimtCall) == 272, "");

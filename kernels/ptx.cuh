@@ -93,10 +93,18 @@ DEVICE float sum_of_row(float x) {
     return x + __shfl_xor_sync(WARP, x, 2);
 }
 
-// The two 16-bit types: packing of two f32, and c += a b on a 16x8 tile, a 16x16 by rows, b 16x8 by columns.
+// The two 16-bit types: unpacking of eight, packing of two f32, and c += a b on a 16x8 tile, a 16x16 by rows, b 16x8 by columns.
 template <class T> struct Half;
 
 template <> struct Half<__nv_bfloat16> {
+    static DEVICE void unpack(float (&to)[8], uint4 from) {
+        uint32_t pairs[4] = {from.x, from.y, from.z, from.w};
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            to[2 * i] = __uint_as_float(pairs[i] << 16);
+            to[2 * i + 1] = __uint_as_float(pairs[i] & 0xffff0000u);
+        }
+    }
     static DEVICE uint32_t pack(float low, float high) {
         uint32_t both;
         asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
@@ -111,6 +119,15 @@ template <> struct Half<__nv_bfloat16> {
 };
 
 template <> struct Half<__half> {
+    static DEVICE void unpack(float (&to)[8], uint4 from) {
+        const __half2 *pairs = (const __half2 *)&from;
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            float2 pair = __half22float2(pairs[i]);
+            to[2 * i] = pair.x;
+            to[2 * i + 1] = pair.y;
+        }
+    }
     static DEVICE uint32_t pack(float low, float high) {
         uint32_t both;
         asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));

@@ -51,6 +51,7 @@ pub mod attend;
 pub mod attention;
 pub mod cache;
 pub mod encoding;
+mod gpu;
 pub mod guide;
 pub mod hf;
 mod host;

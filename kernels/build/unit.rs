@@ -10,7 +10,7 @@ use std::{cmp::Reverse, fs};
 mod tiles {
     include!("../../src/attend/cuda/tiles.rs");
 }
-use tiles::{DecodeTile, ForwardTile, DECODE, FORWARD, SIMT_SCORES};
+use tiles::{BackwardTile, DecodeTile, ForwardTile, BACKWARD, DECODE, FORWARD, SIMT_SCORES};
 
 /// One source file with its macros.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -57,6 +57,42 @@ impl Unit {
         }
     }
 
+    fn backward(tile: &BackwardTile) -> Self {
+        let mut macros = vec![
+            format!("SCORE_{}=1", tile.score.to_uppercase()),
+            format!("KERNEL_WIDTH={}", tile.width),
+            format!("KERNEL_VALUES={}", tile.values),
+        ];
+        for (name, side) in [("KEYS", &tile.keys), ("QUERIES", &tile.queries)] {
+            for (property, value) in [
+                ("WARPS", side.warps),
+                ("TILE", side.tile),
+                ("STEP", side.step),
+                ("PIECES", side.pieces),
+                ("BLOCKS", side.blocks),
+            ] {
+                macros.push(format!("{name}_{property}={value}"));
+            }
+        }
+        Self {
+            name: format!(
+                "attend_backward_{}_w{}_v{}",
+                tile.score, tile.width, tile.values
+            ),
+            source: "attend_backward.cu",
+            macros,
+        }
+    }
+
+    /// A source that has one unit, named like it.
+    fn plain(name: &str, source: &'static str) -> Self {
+        Self {
+            name: name.into(),
+            source,
+            macros: Vec::new(),
+        }
+    }
+
     fn decode(tile: &DecodeTile) -> Self {
         let DecodeTile {
             score,
@@ -81,20 +117,25 @@ impl Unit {
     }
 }
 
+/// Units without macros: the name and the source.
+const PLAIN: [(&str, &str); 2] = [
+    ("attend_delta", "attend_delta.cu"),
+    ("attend_merge", "attend_merge.cu"),
+];
+
 /// All units, the slowest to compile first, so that none is left running alone.
 pub fn units() -> Vec<Unit> {
     let mut units: Vec<_> = SIMT_SCORES.iter().map(|score| Unit::simt(score)).collect();
     let mut forward = FORWARD.to_vec();
     forward.sort_by_key(|tile| Reverse(tile.width * tile.values));
     units.extend(forward.iter().map(Unit::forward));
+    let mut backward = BACKWARD.to_vec();
+    backward.sort_by_key(|tile| Reverse(tile.width * tile.values));
+    units.extend(backward.iter().map(Unit::backward));
     let mut decode = DECODE.to_vec();
     decode.sort_by_key(|tile| Reverse(tile.width * tile.values));
     units.extend(decode.iter().map(Unit::decode));
-    units.push(Unit {
-        name: "attend_merge".into(),
-        source: "attend_merge.cu",
-        macros: Vec::new(),
-    });
+    units.extend(PLAIN.map(|(name, source)| Unit::plain(name, source)));
     units
 }
 

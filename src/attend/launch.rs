@@ -9,6 +9,7 @@ use super::cuda::tiles::{
 };
 use super::problem::{saturating_product, Dims, Resolved, ResolvedScore};
 use super::{Operand, Precision, Score};
+use crate::gpu::Launch;
 use candle_core::{bail, DType, Result};
 use std::ops::Range;
 
@@ -265,33 +266,9 @@ pub(super) fn query_tile(tile: &ForwardTile) -> usize {
     16 * tile.warps * tile.row_tiles
 }
 
-/// A grid of blocks.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Launch {
-    pub grid: [u32; 3],
-    /// Threads in a block.
-    pub block: u32,
-    /// Dynamic shared memory of a block.
-    pub shared_bytes: u32,
-}
-
 impl Launch {
-    /// # Errors
-    /// When there are more blocks than a grid can hold.
-    fn new(blocks: usize, pieces: usize, threads: usize, shared_bytes: usize) -> Result<Self> {
-        let fits = |x: usize, limit: u32| u32::try_from(x).ok().filter(|x| *x <= limit);
-        match (fits(blocks, i32::MAX as u32), fits(pieces, u16::MAX.into())) {
-            (Some(blocks), Some(pieces)) => Ok(Self {
-                grid: [blocks, pieces, 1],
-                block: threads as u32,
-                shared_bytes: shared_bytes as u32,
-            }),
-            _ => bail!("attend: {blocks} blocks are more than a GPU's grid holds"),
-        }
-    }
-
     /// One block for each tile of queries of each head, tiles fastest.
-    pub fn forward(tile: &ForwardTile, dims: &Dims) -> Result<Self> {
+    pub(super) fn forward(tile: &ForwardTile, dims: &Dims) -> Result<Self> {
         let tiles = dims.t.div_ceil(query_tile(tile));
         Self::new(
             saturating_product([tiles, dims.h, dims.b]),
@@ -302,7 +279,7 @@ impl Launch {
     }
 
     /// One block for each part of the keys of each block of rows of each key/value head, parts fastest.
-    pub fn decode(tile: &DecodeTile, dims: &Dims, split: &Split) -> Result<Self> {
+    pub(super) fn decode(tile: &DecodeTile, dims: &Dims, split: &Split) -> Result<Self> {
         Self::new(
             saturating_product([split.parts, split.row_blocks, dims.g, dims.b]),
             pieces(dims.e, tile.width, tile.values),
@@ -312,13 +289,13 @@ impl Launch {
     }
 
     /// One block for each query of each head merges its parts, queries fastest.
-    pub fn merge(dims: &Dims) -> Result<Self> {
+    pub(super) fn merge(dims: &Dims) -> Result<Self> {
         const THREADS: usize = 256;
         Self::new(saturating_product([dims.t, dims.h, dims.b]), 1, THREADS, 0)
     }
 
     /// One block for each tile of rows of each key/value head, tiles fastest.
-    pub fn simt(dims: &Dims, dtype: DType, amp_dim: Option<usize>) -> Result<Self> {
+    pub(super) fn simt(dims: &Dims, dtype: DType, amp_dim: Option<usize>) -> Result<Self> {
         Self::new(
             saturating_product([simt_tiles(dims, dtype), dims.g, dims.b]),
             dims.e.div_ceil(SIMT_PIECE),

@@ -2,7 +2,7 @@
 
 use super::launch::{self, Demand, Kernel, ScoreKind};
 use super::problem::{saturating_product, saturating_sum, Dims};
-use super::{cpu, cuda, AttendSpec, Backend, DeviceKind, Precision, Problem, Score};
+use super::{cpu, AttendSpec, Backend, DeviceKind, Precision, Problem, Score};
 use crate::positions::Positions;
 use candle_core::{bail, DType, Result, Tensor};
 use std::fmt;
@@ -158,7 +158,7 @@ fn cuda_plan(
             "this version has no fused kernel for compute capability {major}.{minor}, below {oldest}.{point}"
         ));
     }
-    if !launch::some_image_fits(cuda::IMAGES, compute_capability) {
+    if !launch::some_image_fits(crate::gpu::IMAGES, compute_capability) {
         return Err(format!(
             "there is no fused kernel for compute capability {major}.{minor} in this build (CANDLE_POSENC_CUDA_ARCHS says for which)"
         ));

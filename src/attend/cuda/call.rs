@@ -87,6 +87,67 @@ pub(crate) struct ForwardCall {
     pub tiles: i32,
     pub part_out: u64,
     pub part_lse: u64,
+    /// (B,H,T) pairs of f32, or 0: log2 of the sum of a row's weights, and what rounding it lost; infinity where nothing
+    /// is seen.
+    pub statistics: u64,
+    /// (B,H,T,E) in out's dtype, or 0: what rounding the output lost.
+    pub rest: u64,
+}
+
+/// What the backward pass needs of each row: the argument of `attend_delta`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
+pub(crate) struct DeltaCall {
+    /// (B,H,T,E) without gaps, as the forward pass left it.
+    pub out: u64,
+    pub rest: u64,
+    pub grad: Operand,
+    /// As in [`ForwardCall`].
+    pub statistics: u64,
+    /// (B,H,T) pairs of f32: the first of a row's statistics, and delta.
+    pub rows: u64,
+    /// (B,H,ceil(T/64)) of i32: whether a tile of 64 queries has a score so large that its statistics' second part counts.
+    pub enormous: u64,
+    pub heads: i32,
+    /// T.
+    pub len: i32,
+    pub value_width: i32,
+    pub reserved: i32,
+}
+
+/// The one argument of the backward kernels on tensor cores.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
+pub(crate) struct BackwardCall {
+    pub q: Operand,
+    pub k: Operand,
+    /// The second from column `width` of the values on.
+    pub v: [Operand; 2],
+    /// The output's gradient, in pieces as `v`.
+    pub grad: [Operand; 2],
+    /// The results; a kernel for keys writes dk and dv, one for queries dq.
+    pub dq: Operand,
+    pub dk: Operand,
+    pub dv: Operand,
+    /// As in [`DeltaCall`].
+    pub rows: u64,
+    pub statistics: u64,
+    pub enormous: u64,
+    pub queries: Tokens,
+    pub keys: Tokens,
+    pub score: ScoreCall,
+    /// In natural units, of any sign.
+    pub scale: f32,
+    pub heads: i32,
+    pub group: i32,
+    pub head_width: i32,
+    pub amplitude_width: i32,
+    pub value_width: i32,
+    pub causal: i32,
+    pub window: i32,
+    /// Of keys, or of queries, in a head: those that the kernel's blocks are for.
+    pub tiles: i32,
+    pub reserved: i32,
 }
 
 /// Where queries or keys stand, for the kernel without tensor cores: absolute positions of 64 bits.
@@ -134,6 +195,24 @@ pub(crate) struct SimtCall {
     pub tiles: i32,
 }
 
+#[cfg(feature = "cuda")]
+mod launched {
+    #![allow(unsafe_code)]
+    use super::*;
+    use candle_core::cuda_backend::cudarc::driver::DeviceRepr;
+
+    // SAFETY: `#[repr(C)]` structures of numbers, laid out as the kernels' (see the tests below).
+    unsafe impl DeviceRepr for ForwardCall {}
+    // SAFETY: as above.
+    unsafe impl DeviceRepr for DeltaCall {}
+    // SAFETY: as above.
+    unsafe impl DeviceRepr for BackwardCall {}
+    // SAFETY: as above.
+    unsafe impl DeviceRepr for SimtCall {}
+    // SAFETY: as above.
+    unsafe impl DeviceRepr for TileBounds {}
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -145,7 +224,9 @@ mod tests {
         assert_eq!(size_of::<TileBounds>(), 32);
         assert_eq!(size_of::<Tokens>(), 40);
         assert_eq!(size_of::<ScoreCall>(), 40);
-        assert_eq!(size_of::<ForwardCall>(), 312);
+        assert_eq!(size_of::<ForwardCall>(), 328);
+        assert_eq!(size_of::<DeltaCall>(), 88);
+        assert_eq!(size_of::<BackwardCall>(), 472);
         assert_eq!(size_of::<SimtTokens>(), 40);
         assert_eq!(size_of::<SimtCall>(), 272);
     }
@@ -170,6 +251,18 @@ mod tests {
         assert_eq!(offset_of!(ForwardCall, tiles), 292);
         assert_eq!(offset_of!(ForwardCall, part_out), 296);
         assert_eq!(offset_of!(ForwardCall, part_lse), 304);
+        assert_eq!(offset_of!(ForwardCall, statistics), 312);
+        assert_eq!(offset_of!(ForwardCall, rest), 320);
+        assert_eq!(offset_of!(DeltaCall, grad), 16);
+        assert_eq!(offset_of!(DeltaCall, enormous), 64);
+        assert_eq!(offset_of!(DeltaCall, value_width), 80);
+        assert_eq!(offset_of!(BackwardCall, grad), 128);
+        assert_eq!(offset_of!(BackwardCall, dv), 256);
+        assert_eq!(offset_of!(BackwardCall, rows), 288);
+        assert_eq!(offset_of!(BackwardCall, queries), 312);
+        assert_eq!(offset_of!(BackwardCall, score), 392);
+        assert_eq!(offset_of!(BackwardCall, scale), 432);
+        assert_eq!(offset_of!(BackwardCall, tiles), 464);
         assert_eq!(offset_of!(SimtTokens, start), 24);
         assert_eq!(offset_of!(SimtCall, out), 96);
         assert_eq!(offset_of!(SimtCall, queries), 112);

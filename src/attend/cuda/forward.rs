@@ -2,22 +2,20 @@
 #![allow(unsafe_code)]
 
 use super::call::{self, ForwardCall, ScoreCall, SimtCall, SimtTokens};
-use super::module::{attend_forward, attend_simt};
-use super::tables::{log2_slopes, slopes, turns, upload, Turns};
+use super::tables::{log2_slopes, slopes, turns, Turns};
 use super::tiles::{DecodeTile, ForwardTile};
 use super::tokens::{list, wide_list, DeviceList, WideList};
 use crate::attend::launch::{
-    self, dtype_name, keys_in_sight, log2_factor, window_of_32_bits, Demand, Kernel, Launch,
-    ScoreKind, Split,
+    self, dtype_name, keys_in_sight, log2_factor, window_of_32_bits, Demand, Kernel, ScoreKind,
+    Split,
 };
 use crate::attend::placement::Frame;
 use crate::attend::problem::{saturating_product, Dims, Resolved, ResolvedScore};
 use crate::attend::Operand;
+use crate::gpu::{launch as launch_kernel, upload, Held, Launch};
 use crate::positions::PositionTable;
 use candle_core::backend::BackendStorage;
-use candle_core::cuda_backend::cudarc::driver::{
-    sys, CudaSlice, CudaStream, DevicePtr, DevicePtrMut, DeviceRepr, SyncOnDrop,
-};
+use candle_core::cuda_backend::cudarc::driver::{sys, CudaSlice, DeviceRepr};
 use candle_core::cuda_backend::CudaDType;
 use candle_core::{bail, CudaDevice, CudaStorage, DType, Error, Layout, Result, Tensor, WithDType};
 use half::{bf16, f16};
@@ -138,33 +136,6 @@ where
     Ok(wrap(out, lse))
 }
 
-/// Memory that launches on a stream read and write; what is held is given back when they are on their way.
-struct Held<'a> {
-    stream: &'a CudaStream,
-    guards: Vec<SyncOnDrop<'a>>,
-}
-
-impl<'a> Held<'a> {
-    fn on(stream: &'a CudaStream) -> Self {
-        let guards = Vec::new();
-        Self { stream, guards }
-    }
-
-    /// The address, for reading.
-    fn read<T>(&mut self, slice: &'a CudaSlice<T>) -> u64 {
-        let (address, guard) = slice.device_ptr(self.stream);
-        self.guards.push(guard);
-        address
-    }
-
-    /// The address, for writing.
-    fn write<T>(&mut self, slice: &'a mut CudaSlice<T>) -> u64 {
-        let (address, guard) = slice.device_ptr_mut(self.stream);
-        self.guards.push(guard);
-        address
-    }
-}
-
 /// One forward pass over memory that is there already.
 struct Job<'a> {
     call: &'a Resolved,
@@ -218,7 +189,7 @@ impl Job<'_> {
         // SAFETY: the operands' extents were checked by candle, the results are as long as the kernel's dims say, lists
         // and tables hold what this call asks for; rows are aligned, or `launch` would have refused them. All stays alive
         // until it is launched, and memory given back later is not given out on this stream before the launch has run.
-        unsafe { attend_forward(&stream, &kernel.entry(self.dtype), shape, &call) }
+        unsafe { launch_kernel(&stream, &kernel.entry(self.dtype), shape, &call) }
     }
 
     fn decode(&self, tile: &DecodeTile, frame: &Frame) -> Result<()> {
@@ -243,11 +214,11 @@ impl Job<'_> {
         call.part_lse = part_lse.as_mut().map_or(0, |part| held.write(part));
         let shape = Launch::decode(tile, dims, &split)?;
         // SAFETY: as in `forward`; the parts are as long as the split says.
-        unsafe { attend_forward(&stream, &kernel.entry(self.dtype), shape, &call)? };
+        unsafe { launch_kernel(&stream, &kernel.entry(self.dtype), shape, &call)? };
         if split.is_split() {
             let merge = format!("attend_merge_{}", dtype_name(self.dtype));
             // SAFETY: as above.
-            unsafe { attend_forward(&stream, &merge, Launch::merge(dims)?, &call)? };
+            unsafe { launch_kernel(&stream, &merge, Launch::merge(dims)?, &call)? };
         }
         Ok(())
     }
@@ -385,7 +356,7 @@ impl Job<'_> {
         };
         let shape = Launch::simt(&self.call.dims, self.dtype, amp_dim)?;
         // SAFETY: as in `forward`.
-        unsafe { attend_simt(&stream, &self.simt().entry(self.dtype), shape, &call) }
+        unsafe { launch_kernel(&stream, &self.simt().entry(self.dtype), shape, &call) }
     }
 
     /// For the phase.

@@ -1,44 +1,12 @@
 //! What kernels read beside q, k and v and is the same from call to call, kept on the GPU: turns and slopes.
 
 use crate::attend::launch::{self, turns_len};
+use crate::gpu::{kept, upload};
 use crate::recent::Recent;
-use candle_core::cuda_backend::cudarc::driver::{CudaSlice, DeviceRepr};
+use candle_core::cuda_backend::cudarc::driver::CudaSlice;
 use candle_core::cuda_backend::DeviceId;
 use candle_core::{CudaDevice, Result};
 use std::sync::Arc;
-
-/// The value of this key, made and kept if need be.
-///
-/// Kernels of other threads, each with a stream of its own, may read what is kept here. So it is complete before they
-/// can find it, and what it displaces is freed only when whatever was launched has run.
-pub(super) fn kept<K: PartialEq, V, const N: usize>(
-    recent: &Recent<K, V, N>,
-    device: &CudaDevice,
-    key: K,
-    make: impl FnOnce() -> Result<V>,
-) -> Result<Arc<V>> {
-    if let Some(known) = recent.get(&key) {
-        return Ok(known);
-    }
-    let made = Arc::new(make()?);
-    let stream = device.cuda_stream();
-    stream.synchronize().map_err(candle_core::Error::wrap)?;
-    if let Some(displaced) = recent.add(key, made.clone()) {
-        let context = stream.context();
-        context.synchronize().map_err(candle_core::Error::wrap)?;
-        drop(displaced);
-    }
-    Ok(made)
-}
-
-/// A copy on the GPU.
-pub(super) fn upload<T: DeviceRepr + 'static>(
-    device: &CudaDevice,
-    values: &[T],
-) -> Result<CudaSlice<T>> {
-    let stream = device.cuda_stream();
-    stream.clone_htod(values).map_err(candle_core::Error::wrap)
-}
 
 /// A table of [turns](launch::turns).
 pub(super) struct Turns {

@@ -114,6 +114,109 @@ pub const DECODE: &[DecodeTile] = &[
     decode("phase_precise", [256, 1, 2, 2, 3]),
 ];
 
+/// Two backward kernels for tensor cores, one whose blocks are for keys and one whose blocks are for queries, compiled for
+/// bf16 and f16.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct BackwardTile {
+    /// As in [`ForwardTile`].
+    pub score: &'static str,
+    /// As in [`ForwardTile`].
+    pub width: usize,
+    /// Pieces of the values, `width` columns each: all that there are, for every block needs whole rows.
+    pub values: usize,
+    /// The kernel that makes dk and dv.
+    pub keys: BackwardSide,
+    /// The kernel that makes dq.
+    pub queries: BackwardSide,
+}
+
+/// One of the two: a block holds some tokens, and the others pass by.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct BackwardSide {
+    /// Warps in a block, each holding 16 tokens.
+    pub warps: usize,
+    /// Tokens in a tile of those that pass by; a divisor of 64.
+    pub tile: usize,
+    /// Of these, how many are looked at at once.
+    pub step: usize,
+    /// Blocks that share the columns of the results.
+    pub pieces: usize,
+    /// Blocks that must fit one multiprocessor together: bounds the registers.
+    pub blocks: usize,
+}
+
+impl BackwardTile {
+    /// Shared memory that a block of one side needs: what it holds, two tiles of what passes by, and of these what is
+    /// known of each token.
+    pub const fn shared_bytes(&self, side: &BackwardSide) -> usize {
+        let pitch = 2 * self.width + 16;
+        (16 * side.warps + 2 * side.tile) * (1 + self.values) * pitch + 2 * side.tile * 16
+    }
+}
+
+const fn backward(
+    score: &'static str,
+    [width, values]: [usize; 2],
+    keys: [usize; 5],
+    queries: [usize; 5],
+) -> BackwardTile {
+    const fn side([warps, tile, step, pieces, blocks]: [usize; 5]) -> BackwardSide {
+        BackwardSide {
+            warps,
+            tile,
+            step,
+            pieces,
+            blocks,
+        }
+    }
+    BackwardTile {
+        score,
+        width,
+        values,
+        keys: side(keys),
+        queries: side(queries),
+    }
+}
+
+/// Narrow before wide, for each score.
+pub const BACKWARD: &[BackwardTile] = &[
+    backward("dot", [64, 1], [4, 64, 32, 1, 3], [4, 64, 32, 1, 3]),
+    backward("dot", [64, 2], [4, 32, 32, 1, 2], [4, 32, 32, 1, 2]),
+    backward("dot", [128, 1], [4, 32, 32, 1, 2], [4, 32, 32, 1, 2]),
+    backward("dot", [128, 2], [4, 32, 32, 2, 2], [4, 32, 32, 1, 2]),
+    backward("dot", [256, 1], [4, 16, 16, 2, 2], [4, 16, 16, 1, 2]),
+    backward("bias", [64, 1], [4, 64, 32, 1, 3], [4, 64, 32, 1, 3]),
+    backward("bias", [128, 1], [4, 32, 32, 1, 2], [4, 32, 32, 1, 2]),
+    backward("bias", [256, 1], [4, 16, 16, 2, 2], [4, 16, 16, 1, 2]),
+    backward("phase_fast", [64, 1], [4, 64, 32, 1, 3], [4, 64, 32, 1, 3]),
+    backward("phase_fast", [128, 1], [4, 32, 32, 1, 2], [4, 32, 32, 1, 2]),
+    backward("phase_fast", [256, 1], [4, 16, 16, 2, 2], [4, 16, 16, 1, 2]),
+    backward(
+        "phase_precise",
+        [64, 1],
+        [4, 64, 32, 1, 3],
+        [4, 64, 32, 1, 3],
+    ),
+    backward(
+        "phase_precise",
+        [128, 1],
+        [4, 32, 32, 1, 2],
+        [4, 32, 32, 1, 2],
+    ),
+    backward(
+        "phase_precise",
+        [256, 1],
+        [4, 16, 16, 2, 2],
+        [4, 16, 16, 1, 2],
+    ),
+];
+
+/// Queries for each of the marks that `attend_delta` leaves.
+pub const DELTA_TILE: usize = 64;
+
+/// Warps in a block of `attend_delta`, each with one row at a time.
+pub const DELTA_WARPS: usize = 8;
+
 /// Scores of the general kernel, each compiled for the dtypes of [`SIMT_DTYPES`]. Its grid: x = row blocks × G × B with
 /// [`simt_rows`] rows (queries × heads of a group) in a block, y = pieces of [`SIMT_PIECE`] value columns.
 pub const SIMT_SCORES: &[&str] = &["dot", "bias", "phase"];

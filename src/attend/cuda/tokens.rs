@@ -1,8 +1,8 @@
 //! Lists of positions and segments on the GPU, kept from call to call: every layer of a model asks for the same ones.
 
 use super::call::TileBounds;
-use super::tables::{kept, upload};
 use crate::attend::placement::{Frame, List, ListKey};
+use crate::gpu::{kept, upload};
 use crate::positions::{PositionTable, TokenSource};
 use crate::recent::Recent;
 use candle_core::cuda_backend::cudarc::driver::CudaSlice;

@@ -1,8 +1,7 @@
-//! The compiled kernels, loaded once for each GPU, and one launch function for each.
+//! The compiled kernels, loaded once for each GPU, and how they are launched.
 #![allow(unsafe_code)]
 
-use super::call::{ForwardCall, SimtCall, TileBounds};
-use crate::attend::launch::Launch;
+use super::Launch;
 use candle_core::cuda_backend::cudarc::driver::{
     sys, CudaContext, CudaFunction, CudaModule, CudaStream, DeviceRepr, DriverError, LaunchConfig,
     PushKernelArg,
@@ -15,15 +14,8 @@ use std::sync::{Arc, LazyLock, Mutex, PoisonError};
 mod compiled {
     include!(concat!(env!("OUT_DIR"), "/kernels.rs"));
 }
-pub(in crate::attend) use compiled::IMAGES;
+pub(crate) use compiled::IMAGES;
 use compiled::KERNELS;
-
-// SAFETY: `#[repr(C)]` structures of numbers, laid out as the kernels' (see their tests in `call.rs`).
-unsafe impl DeviceRepr for ForwardCall {}
-// SAFETY: as above.
-unsafe impl DeviceRepr for SimtCall {}
-// SAFETY: as above.
-unsafe impl DeviceRepr for TileBounds {}
 
 /// Dynamic shared memory that a kernel may have without asking for it.
 const UNASKED_SHARED_BYTES: u32 = 48 << 10;
@@ -75,7 +67,7 @@ fn load(
     entry: &str,
 ) -> Result<CudaFunction> {
     let Some((unit, image)) = unit_of(entry) else {
-        bail!("attend: kernel {entry} was not compiled")
+        bail!("kernel {entry} was not compiled")
     };
     let module = match modules.entry((context.ordinal(), unit)) {
         std::collections::hash_map::Entry::Occupied(known) => known.into_mut(),
@@ -93,15 +85,14 @@ fn load(
 }
 
 /// The compiled file that a kernel is in: its name starts with the file's, and the longest such is the right one.
-fn unit_of(entry: &str) -> Option<&'static (&'static str, &'static [u8])> {
+pub(crate) fn unit_of(entry: &str) -> Option<&'static (&'static str, &'static [u8])> {
     let units = KERNELS.iter().filter(|(unit, _)| entry.starts_with(unit));
     units.max_by_key(|(unit, _)| unit.len())
 }
 
 fn done<T>(result: std::result::Result<T, DriverError>, entry: &str, failure: &str) -> Result<T> {
-    result.map_err(|error| {
-        candle_core::Error::Msg(format!("attend: kernel {entry} {failure}: {error}")).bt()
-    })
+    result
+        .map_err(|error| candle_core::Error::Msg(format!("kernel {entry} {failure}: {error}")).bt())
 }
 
 /// What the driver says of a loaded kernel.
@@ -123,7 +114,7 @@ pub struct KernelResources {
 /// When there is none of this name, none for this GPU, or the device is none.
 pub fn kernel_resources(device: &Device, entry: &str) -> Result<KernelResources> {
     let Device::Cuda(device) = device else {
-        bail!("attend: {:?} is no NVIDIA GPU", device.location())
+        bail!("{:?} is no NVIDIA GPU", device.location())
     };
     let stream = device.cuda_stream();
     let context = stream.context();
@@ -146,80 +137,30 @@ pub fn kernel_resources(device: &Device, entry: &str) -> Result<KernelResources>
     })
 }
 
+/// Launches a kernel, which takes one structure.
+///
 /// # Safety
-/// The kernel's arguments must be as [`attend_forward`] and [`attend_simt`] say.
-unsafe fn launch<Call: DeviceRepr>(
+/// - `Call` is the structure that `entry` takes, field by field, and `shape` has the blocks, threads and shared memory
+///   that the kernel counts on.
+/// - Every address in `call` is 0 where the kernel allows that, or is valid on the stream's GPU for all that the kernel
+///   touches there, until the launch has run.
+pub(crate) unsafe fn launch<Call: DeviceRepr>(
     stream: &Arc<CudaStream>,
     entry: &str,
-    launch: Launch,
+    shape: Launch,
     call: &Call,
 ) -> Result<()> {
-    let function = function(stream.context(), entry, launch.shared_bytes)?;
-    let [x, y, z] = launch.grid;
+    let function = function(stream.context(), entry, shape.shared_bytes)?;
+    let [x, y, z] = shape.grid;
     let mut arguments = stream.launch_builder(&function);
     arguments.arg(call);
     // SAFETY: the kernel takes this one structure; what is in it the caller vouches for.
     let launched = unsafe {
         arguments.launch(LaunchConfig {
             grid_dim: (x, y, z),
-            block_dim: (launch.block, 1, 1),
-            shared_mem_bytes: launch.shared_bytes,
+            block_dim: (shape.block, 1, 1),
+            shared_mem_bytes: shape.shared_bytes,
         })
     };
     done(launched, entry, "could not be launched").map(drop)
-}
-
-/// Launches a kernel on tensor cores: `attend_forward_*`, `attend_decode_*` or `attend_merge_*`.
-///
-/// # Safety
-/// - `entry` is one of these kernels, for the dtype of the operands, and `shape` is the [`Launch`] made for it.
-/// - Every address in `call` is 0 where the kernel allows that, or is valid on the stream's GPU for what the strides,
-///   sizes and positions in `call` let the kernel touch, until the launch has run: operands, lists, tables for reading,
-///   results and parts for writing.
-/// - Rows of q, k and v start at multiples of 16 bytes.
-pub(super) unsafe fn attend_forward(
-    stream: &Arc<CudaStream>,
-    entry: &str,
-    shape: Launch,
-    call: &ForwardCall,
-) -> Result<()> {
-    // SAFETY: the caller's.
-    unsafe { launch(stream, entry, shape, call) }
-}
-
-/// Launches the kernel without tensor cores, `attend_simt_*`.
-///
-/// # Safety
-/// As [`attend_forward`], but for the alignment of rows.
-pub(super) unsafe fn attend_simt(
-    stream: &Arc<CudaStream>,
-    entry: &str,
-    shape: Launch,
-    call: &SimtCall,
-) -> Result<()> {
-    // SAFETY: the caller's.
-    unsafe { launch(stream, entry, shape, call) }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::attend::cuda::tiles::{DECODE, FORWARD, SIMT_SCORES};
-    use crate::attend::launch::Kernel;
-    use candle_core::DType;
-
-    #[test]
-    fn every_kernel_that_can_be_launched_has_a_file_of_its_own() {
-        let forward = FORWARD.iter().map(|tile| Kernel::Forward(*tile));
-        let decode = DECODE.iter().map(|tile| Kernel::Decode(*tile));
-        let simt = SIMT_SCORES.iter().map(|score| Kernel::Simt(score));
-        let entries = forward
-            .chain(decode)
-            .chain(simt)
-            .map(|x| x.entry(DType::F16));
-        for entry in entries.chain(["attend_merge_f16".to_string()]) {
-            let unit = unit_of(&entry).map(|(unit, image)| (*unit, image.is_empty()));
-            assert_eq!(unit, entry.strip_suffix("_f16").map(|unit| (unit, false)));
-        }
-    }
 }

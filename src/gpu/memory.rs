@@ -1,0 +1,68 @@
+//! Memory on a GPU: what a launch touches, and what is kept from call to call.
+
+use crate::recent::Recent;
+use candle_core::cuda_backend::cudarc::driver::{
+    CudaSlice, CudaStream, DevicePtr, DevicePtrMut, DeviceRepr, SyncOnDrop,
+};
+use candle_core::{CudaDevice, Result};
+use std::sync::Arc;
+
+/// Memory that launches on a stream read and write; what is held is given back when they are on their way.
+pub(crate) struct Held<'a> {
+    stream: &'a CudaStream,
+    guards: Vec<SyncOnDrop<'a>>,
+}
+
+impl<'a> Held<'a> {
+    pub fn on(stream: &'a CudaStream) -> Self {
+        let guards = Vec::new();
+        Self { stream, guards }
+    }
+
+    /// The address, for reading.
+    pub fn read<T>(&mut self, slice: &'a CudaSlice<T>) -> u64 {
+        let (address, guard) = slice.device_ptr(self.stream);
+        self.guards.push(guard);
+        address
+    }
+
+    /// The address, for writing.
+    pub fn write<T>(&mut self, slice: &'a mut CudaSlice<T>) -> u64 {
+        let (address, guard) = slice.device_ptr_mut(self.stream);
+        self.guards.push(guard);
+        address
+    }
+}
+
+/// The value of this key, made and kept if need be.
+///
+/// Kernels of other threads, each with a stream of its own, may read what is kept here. So it is complete before they
+/// can find it, and what it displaces is freed only when whatever was launched has run.
+pub(crate) fn kept<K: PartialEq, V, const N: usize>(
+    recent: &Recent<K, V, N>,
+    device: &CudaDevice,
+    key: K,
+    make: impl FnOnce() -> Result<V>,
+) -> Result<Arc<V>> {
+    if let Some(known) = recent.get(&key) {
+        return Ok(known);
+    }
+    let made = Arc::new(make()?);
+    let stream = device.cuda_stream();
+    stream.synchronize().map_err(candle_core::Error::wrap)?;
+    if let Some(displaced) = recent.add(key, made.clone()) {
+        let context = stream.context();
+        context.synchronize().map_err(candle_core::Error::wrap)?;
+        drop(displaced);
+    }
+    Ok(made)
+}
+
+/// A copy on the GPU.
+pub(crate) fn upload<T: DeviceRepr + 'static>(
+    device: &CudaDevice,
+    values: &[T],
+) -> Result<CudaSlice<T>> {
+    let stream = device.cuda_stream();
+    stream.clone_htod(values).map_err(candle_core::Error::wrap)
+}

@@ -1,0 +1,51 @@
+//! NVIDIA GPUs: the shape of a launch, and with the feature `cuda` how kernels are loaded and launched on candle's stream.
+//!
+//! Everything launched is ordered by that stream: memory set aside for one call may be given back as soon as its
+//! kernels are launched.
+
+#[cfg(feature = "cuda")]
+mod memory;
+#[cfg(feature = "cuda")]
+mod module;
+
+#[cfg(feature = "cuda")]
+pub(crate) use memory::{kept, upload, Held};
+#[cfg(feature = "cuda")]
+pub use module::{kernel_resources, KernelResources};
+#[cfg(feature = "cuda")]
+pub(crate) use module::{launch, unit_of, IMAGES};
+
+use candle_core::{bail, Result};
+
+/// What the kernels were compiled for; without the feature, what they are by default: machine code or else PTX, ten
+/// times the compute capability, its letter or nothing.
+#[cfg(not(feature = "cuda"))]
+pub(crate) const IMAGES: &[(bool, u32, &str)] = &[(true, 80, ""), (true, 90, ""), (false, 80, "")];
+
+/// A grid of blocks.
+#[cfg_attr(not(feature = "cuda"), allow(dead_code))]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Launch {
+    pub grid: [u32; 3],
+    /// Threads in a block.
+    pub block: u32,
+    /// Dynamic shared memory of a block, in bytes.
+    pub shared_bytes: u32,
+}
+
+#[cfg_attr(not(feature = "cuda"), allow(dead_code))]
+impl Launch {
+    /// # Errors
+    /// When there are more blocks than a grid can hold.
+    pub fn new(blocks: usize, pieces: usize, threads: usize, shared_bytes: usize) -> Result<Self> {
+        let fits = |x: usize, limit: u32| u32::try_from(x).ok().filter(|x| *x <= limit);
+        match (fits(blocks, i32::MAX as u32), fits(pieces, u16::MAX.into())) {
+            (Some(blocks), Some(pieces)) => Ok(Self {
+                grid: [blocks, pieces, 1],
+                block: threads as u32,
+                shared_bytes: shared_bytes as u32,
+            }),
+            _ => bail!("{blocks} blocks are more than a GPU's grid holds"),
+        }
+    }
+}
