@@ -75,10 +75,7 @@ impl Unit {
             }
         }
         Self {
-            name: format!(
-                "attend_backward_{}_w{}_v{}",
-                tile.score, tile.width, tile.values
-            ),
+            name: tile.name(),
             source: "attend_backward.cu",
             macros,
         }
