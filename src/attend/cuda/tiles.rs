@@ -222,8 +222,8 @@ pub const BACKWARD: &[BackwardTile] = &[
     backward(
         "phase_precise",
         [256, 1],
-        [3, 16, 16, 2, 2],
-        [3, 16, 16, 1, 2],
+        [2, 16, 16, 2, 3],
+        [2, 16, 16, 1, 3],
     ),
 ];
 
