@@ -4,8 +4,9 @@
 #![cfg_attr(not(feature = "cuda"), allow(dead_code))]
 
 use super::cuda::tiles::{
-    simt_rows, simt_shared_bytes, BackwardSide, BackwardTile, DecodeTile, ForwardTile, BACKWARD,
-    DECODE, DELTA_TILE, DELTA_WARPS, FORWARD, SIMT_PIECE, SIMT_THREADS,
+    simt_backward_shared_bytes, simt_rows, simt_shared_bytes, simt_stage, simt_width, BackwardSide,
+    BackwardTile, DecodeTile, ForwardTile, BACKWARD, DECODE, DELTA_TILE, DELTA_WARPS, FORWARD,
+    SIMT_DELTA_WARPS, SIMT_PIECE, SIMT_THREADS,
 };
 use super::problem::{saturating_product, saturating_sum, Dims, Resolved, ResolvedScore};
 use super::{Operand, Precision, Score};
@@ -459,11 +460,54 @@ impl Launch {
             simt_shared_bytes(dims.d, amp_dim.unwrap_or(dims.d), accumulator_bytes(dtype)),
         )
     }
+
+    /// One block for each few rows of the output.
+    pub(super) fn simt_delta(dims: &Dims) -> Result<Self> {
+        let rows = saturating_product([dims.b, dims.h, dims.t]);
+        let blocks = rows.div_ceil(SIMT_DELTA_WARPS);
+        Self::new(blocks, 1, 32 * SIMT_DELTA_WARPS, 0)
+    }
+
+    /// One block for each tile of keys of each key/value head, tiles fastest, and each piece of dk and dv.
+    pub(super) fn simt_keys(dims: &Dims, dtype: DType, amp_dim: Option<usize>) -> Result<Self> {
+        let values = dims.e.div_ceil(simt_stage(accumulator_bytes(dtype)));
+        let tiles = simt_key_tiles(dims, dtype);
+        Self::simt_backward(dims, dtype, amp_dim, tiles, values)
+    }
+
+    /// One block for each tile of rows of each key/value head, tiles fastest, and each piece of dq.
+    pub(super) fn simt_queries(dims: &Dims, dtype: DType, amp_dim: Option<usize>) -> Result<Self> {
+        Self::simt_backward(dims, dtype, amp_dim, simt_tiles(dims, dtype), 0)
+    }
+
+    /// The results are as many stages of columns as q and k have, and `more`.
+    fn simt_backward(
+        dims: &Dims,
+        dtype: DType,
+        amp_dim: Option<usize>,
+        tiles: usize,
+        more: usize,
+    ) -> Result<Self> {
+        let bytes = accumulator_bytes(dtype);
+        let width = simt_width(dims.d, amp_dim.unwrap_or(dims.d), bytes);
+        let stages = width.div_ceil(simt_stage(bytes)).saturating_add(more);
+        Self::new(
+            saturating_product([tiles, dims.g, dims.b]),
+            stages.div_ceil(SIMT_PIECE / simt_stage(bytes)),
+            SIMT_THREADS,
+            simt_backward_shared_bytes(amp_dim.is_some(), bytes),
+        )
+    }
 }
 
-/// Tiles of rows in a key/value head, for the kernel without tensor cores.
+/// Tiles of rows, queries times heads of a group, in a key/value head, for the kernels without tensor cores.
 pub(super) fn simt_tiles(dims: &Dims, dtype: DType) -> usize {
     rows(dims).div_ceil(simt_rows(accumulator_bytes(dtype)))
+}
+
+/// Tiles of keys in a key/value head, for the kernels without tensor cores.
+pub(super) fn simt_key_tiles(dims: &Dims, dtype: DType) -> usize {
+    dims.s.div_ceil(simt_rows(accumulator_bytes(dtype)))
 }
 
 fn accumulator_bytes(dtype: DType) -> usize {
