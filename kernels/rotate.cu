@@ -32,7 +32,8 @@ constexpr int HEADS = 4; // that a thread turns
 // A row is cut into chunks: those that turn, N pairs each, then those that pass through, up to 2 N columns each. Either
 // way a chunk is two runs.
 template <int N> struct Chunks {
-    int turning, all;
+    int turning;
+    unsigned all;
     DEVICE explicit Chunks(const TurnCall &call) {
         turning = call.pairs / N;
         all = turning + (call.width - 2 * call.pairs + 2 * N - 1) / (2 * N);
@@ -97,16 +98,14 @@ DEVICE void load_entries(Run<Sum, N> &cos, Run<Sum, N> &sin, const TurnCall &cal
 template <class T, int N, bool INTERLEAVED> DEVICE void turn(const TurnCall &call) {
     using Sum = typename SumOf<T>::type;
     const Chunks<N> chunks(call);
-    int table_heads = call.heads / call.group, pieces = (call.group + HEADS - 1) / HEADS;
-    int64_t block = blockIdx.x;
+    unsigned table_heads = call.heads / call.group, pieces = (call.group + HEADS - 1) / HEADS, block = blockIdx.x;
     int piece = block % pieces;
     block /= pieces;
     int table_head = block % table_heads;
     block /= table_heads;
     int b = block % call.batch;
-    int64_t place = block / call.batch * THREADS + threadIdx.x;
-    int64_t token = place / chunks.all;
-    int chunk = place % chunks.all;
+    unsigned place = block / call.batch * THREADS + threadIdx.x;
+    int token = place / chunks.all, chunk = place % chunks.all;
     if (token >= call.len) return;
     bool turns = chunk < chunks.turning;
     Run<Sum, N> cos, sin;
@@ -139,14 +138,12 @@ template <class T, int N, bool INTERLEAVED> DEVICE void gradient(const TurnCall 
     __shared__ Sum parts[2 * N][THREADS];
     const Chunks<N> chunks(call);
     int entries = THREADS / call.slices, slice = threadIdx.x / entries, lane = threadIdx.x % entries;
-    int table_heads = call.heads / call.group, width = call.out ? chunks.all : chunks.turning;
-    int64_t block = blockIdx.x;
+    unsigned table_heads = call.heads / call.group, width = call.out ? chunks.all : chunks.turning, block = blockIdx.x;
     int table_head = block % table_heads;
     block /= table_heads;
     int row = block % call.rows;
-    int64_t place = block / call.rows * entries + lane;
-    int64_t token = place / width;
-    int chunk = place % width;
+    unsigned place = block / call.rows * entries + lane;
+    int token = place / width, chunk = place % width;
     bool here = token < call.len, turns = chunk < chunks.turning;
     Run<Sum, N> dcos, dsin;
 #pragma unroll

@@ -118,10 +118,11 @@ impl Unit {
 }
 
 /// Units without macros: the name and the source.
-const PLAIN: [(&str, &str); 3] = [
+const PLAIN: [(&str, &str); 4] = [
     ("attend_delta", "attend_delta.cu"),
     ("attend_merge", "attend_merge.cu"),
     ("rotate", "rotate.cu"),
+    ("tape", "tape.cu"),
 ];
 
 /// All units, the slowest to compile first, so that none is left running alone.
