@@ -58,9 +58,11 @@ mod host;
 pub mod init;
 mod json;
 pub mod model;
+pub mod norm;
 pub mod positions;
 mod recent;
 pub mod rotate;
+pub mod swiglu;
 mod tensor_file;
 pub mod train;
 
@@ -73,8 +75,10 @@ pub use cache::{CacheStep, KvCache};
 pub use encoding::{Ctx, Encoding, EncodingConfig, ModelDims, PosState, Qkv};
 pub use init::SeededVars;
 pub use model::{Llama, LlamaConfig, Stream};
+pub use norm::rms_norm;
 pub use positions::Positions;
 pub use rotate::{convert_layout, rotate, Layout, Rotation};
+pub use swiglu::swiglu;
 
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]

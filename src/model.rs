@@ -8,9 +8,11 @@ use crate::attend::{Backend, Plan, Precision};
 use crate::attention::{linear, Attention};
 use crate::cache::{CacheStep, KvCache};
 use crate::encoding::{Ctx, Encoding, EncodingConfig, ModelDims, PosState, RopeConfig};
+use crate::norm::RmsNorm;
 use crate::positions::Positions;
+use crate::swiglu::swiglu;
 use candle_core::{bail, DType, Result, Tensor};
-use candle_nn::{Embedding, Init, Linear, Module, RmsNorm, VarBuilder};
+use candle_nn::{Embedding, Init, Linear, Module, VarBuilder};
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 
@@ -186,8 +188,8 @@ impl Mlp {
 
     /// (B,T,C) → (B,T,C)
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        let gate = self.gate_proj.forward(x)?.silu()?;
-        self.down_proj.forward(&(gate * self.up_proj.forward(x)?)?)
+        let gated = swiglu(&self.gate_proj.forward(x)?, &self.up_proj.forward(x)?)?;
+        self.down_proj.forward(&gated)
     }
 }
 
@@ -221,10 +223,10 @@ impl Block {
         state: PosState,
         cache: Option<&mut CacheStep>,
     ) -> Result<(Tensor, PosState)> {
-        let normed = self.attention_norm.forward_diff(x)?;
+        let normed = self.attention_norm.forward(x)?;
         let attended = self.attention.forward(&normed, encoding, &state, cache)?;
         let x = (x + attended.out)?;
-        let mlp_out = self.mlp.forward(&self.mlp_norm.forward_diff(&x)?)?;
+        let mlp_out = self.mlp.forward(&self.mlp_norm.forward(&x)?)?;
         let state = encoding.update(self.layer, state, attended.carried.as_ref(), &mlp_out)?;
         Ok(((x + mlp_out)?, state))
     }
@@ -501,7 +503,7 @@ impl Llama {
     /// When the width is not C, or the stream is not floats.
     pub fn finish(&self, stream: &Stream) -> Result<Tensor> {
         check_floats(stream)?;
-        self.norm.forward_diff(&stream.x)
+        self.norm.forward(&stream.x)
     }
 
     /// The weight (V, C) of the head: the token embeddings where they are tied.

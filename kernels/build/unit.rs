@@ -118,9 +118,11 @@ impl Unit {
 }
 
 /// Units without macros: the name and the source.
-const PLAIN: [(&str, &str); 2] = [
+const PLAIN: [(&str, &str); 4] = [
     ("attend_delta", "attend_delta.cu"),
     ("attend_merge", "attend_merge.cu"),
+    ("rms_norm", "rms_norm.cu"),
+    ("swiglu", "swiglu.cu"),
 ];
 
 /// All units, the slowest to compile first, so that none is left running alone.
