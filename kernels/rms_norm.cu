@@ -22,7 +22,7 @@ struct NormCall {
     double epsilon;
     int width;
     int team;               // 32 or 256
-    int vector;             // whether rows are whole pieces of 16 bytes, aligned
+    int vector;             // whether rows are whole eights, in pieces of 16 bytes
     int blocks;             // rows of `partial`
     int shared;             // whether dw is summed in shared memory
     int reserved;

@@ -12,7 +12,7 @@ struct SwigluCall {
     void *gate_grad, *up_grad;   // backward: rows `stride` apart
     int64_t rows, stride;
     int width;
-    int vector;                  // whether rows are whole pieces of 16 bytes, aligned
+    int vector;                  // whether rows are whole eights, in pieces of 16 bytes
 };
 static_assert(sizeof(SwigluCall) == 72, "");
 

@@ -82,9 +82,10 @@ pub(crate) fn upload<T: DeviceRepr + 'static>(
     stream.clone_htod(values).map_err(candle_core::Error::wrap)
 }
 
-/// Whether rows of `width` elements of T are whole pieces of 16 bytes at all these addresses.
-pub(crate) fn in_whole_pieces<T>(width: usize, addresses: &[u64]) -> bool {
-    (width * size_of::<T>()).is_multiple_of(16) && addresses.iter().all(|at| at.is_multiple_of(16))
+/// Whether kernels may read rows of `width` elements at these addresses as `kernels/element.cuh` does: eight elements at
+/// a time, in pieces of 16 bytes.
+pub(crate) fn in_eights(width: usize, addresses: &[u64]) -> bool {
+    width.is_multiple_of(8) && addresses.iter().all(|at| at.is_multiple_of(16))
 }
 
 /// A tensor's memory, held while launches that read it are made.

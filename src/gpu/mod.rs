@@ -9,7 +9,7 @@ mod memory;
 mod module;
 
 #[cfg(feature = "cuda")]
-pub(crate) use memory::{filled, in_whole_pieces, kept, on_gpu, upload, Held};
+pub(crate) use memory::{filled, in_eights, kept, on_gpu, upload, Held};
 #[cfg(feature = "cuda")]
 pub use module::{kernel_resources, KernelResources};
 #[cfg(feature = "cuda")]

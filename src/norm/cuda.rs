@@ -2,7 +2,7 @@
 #![allow(unsafe_code)]
 
 use super::call::{self, NormCall};
-use crate::gpu::{filled, in_whole_pieces, launch, on_gpu, Held};
+use crate::gpu::{filled, in_eights, launch, on_gpu, Held};
 use crate::host::Element;
 use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::cudarc::driver::DeviceRepr;
@@ -68,7 +68,7 @@ where
         out: held.write(&mut out),
         ..call_of(rows, width, epsilon)?
     };
-    call.vector = in_whole_pieces::<T>(width, &[call.x, call.weight, call.out]).into();
+    call.vector = in_eights(width, &[call.x, call.weight, call.out]).into();
     let entry = format!("rms_norm_forward_{}", T::DTYPE.as_str());
     // SAFETY: the operands have rows · width and width elements, and so has the result; all stay alive until it is
     // launched, and memory given back later is not given out on this stream before the launch has run.
@@ -120,7 +120,7 @@ where
         }
     }
     let pieces = [call.x, call.weight, call.grad, call.out];
-    call.vector = in_whole_pieces::<T>(width, &pieces).into();
+    call.vector = in_eights(width, &pieces).into();
     let name = T::DTYPE.as_str();
     let shape = call::backward_shape(rows, width, shared_bytes)?;
     // SAFETY: as in `forward_of`; `partial` has a row for each block, the shared memory is what `call` says.

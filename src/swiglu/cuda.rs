@@ -2,7 +2,7 @@
 #![allow(unsafe_code)]
 
 use super::call::{as_rows, shape, SwigluCall};
-use crate::gpu::{filled, in_whole_pieces, launch, on_gpu, Held};
+use crate::gpu::{filled, in_eights, launch, on_gpu, Held};
 use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::cudarc::driver::DeviceRepr;
 use candle_core::cuda_backend::CudaDType;
@@ -65,7 +65,7 @@ where
         out: held.write(&mut out),
         ..sizes
     };
-    call.vector = in_whole_pieces::<T>(width, &[call.gate, call.up, call.out]).into();
+    call.vector = in_eights(width, &[call.gate, call.up, call.out]).into();
     let entry = format!("swiglu_forward_{}", T::DTYPE.as_str());
     // SAFETY: operands and result have rows · width elements; all stay alive until it is launched, and memory given back
     // later is not given out on this stream before the launch has run.
@@ -97,7 +97,7 @@ where
         ..sizes
     };
     let pieces = [call.gate, call.up, call.grad, call.gate_grad, call.up_grad];
-    call.vector = in_whole_pieces::<T>(width, &pieces).into();
+    call.vector = in_eights(width, &pieces).into();
     let entry = format!("swiglu_backward_{}", T::DTYPE.as_str());
     // SAFETY: as in `forward_of`.
     unsafe { launch(&stream, &entry, shape(rows, width)?, &call)? };
