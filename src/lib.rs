@@ -50,6 +50,7 @@ mod atomic;
 pub mod attend;
 pub mod attention;
 pub mod cache;
+mod embedding;
 pub mod encoding;
 mod gpu;
 pub mod guide;

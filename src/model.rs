@@ -7,12 +7,13 @@
 use crate::attend::{Backend, Plan, Precision};
 use crate::attention::{linear, Attention};
 use crate::cache::{CacheStep, KvCache};
+use crate::embedding::{embed, TokenIds};
 use crate::encoding::{Ctx, Encoding, EncodingConfig, ModelDims, PosState, RopeConfig};
 use crate::norm::RmsNorm;
 use crate::positions::Positions;
 use crate::swiglu::swiglu;
 use candle_core::{bail, DType, Result, Tensor};
-use candle_nn::{Embedding, Init, Linear, Module, VarBuilder};
+use candle_nn::{Init, Linear, Module, VarBuilder};
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 
@@ -262,7 +263,8 @@ pub struct Stream {
 #[derive(Clone)]
 pub struct Llama {
     config: LlamaConfig,
-    embed_tokens: Embedding,
+    /// (V, C).
+    embeddings: Tensor,
     encoding: Arc<dyn Encoding>,
     blocks: Vec<Block>,
     norm: RmsNorm,
@@ -309,7 +311,7 @@ impl Llama {
         };
         Ok(Self {
             config: config.clone(),
-            embed_tokens: Embedding::new(embeddings, c),
+            embeddings,
             encoding,
             blocks,
             norm: norm(config, model.pp("norm"))?,
@@ -350,7 +352,7 @@ impl Llama {
         let Some(block) = self.blocks.get(layer) else {
             bail!("llama: layer {layer} of {}", self.blocks.len())
         };
-        let weights = self.embed_tokens.embeddings();
+        let weights = &self.embeddings;
         let shape = (batch, len, self.config.hidden_size);
         let bytes = [batch, len, self.config.hidden_size, size_of::<f64>()]
             .into_iter()
@@ -463,11 +465,13 @@ impl Llama {
     /// # }
     /// ```
     pub fn begin(&self, tokens: &Tensor, positions: &Positions, ctx: &mut Ctx) -> Result<Stream> {
-        let (_, t) = self.check_tokens(tokens)?;
+        let device = self.embeddings.device();
+        let tokens = TokenIds::read(tokens, self.config.vocab_size, device)?;
+        let (_, t) = tokens.shape();
         if positions.len() != t {
             bail!("llama: {} positions for {t} tokens", positions.len())
         }
-        let x = self.embed_tokens.forward(tokens)?; // (B,T,C)
+        let x = embed(&self.embeddings, tokens)?; // (B,T,C)
         let x = self.encoding.embed(&x, positions)?;
         let x = zero_padding(&x, positions)?;
         let state = self.encoding.begin(&x, positions, ctx)?;
@@ -520,34 +524,6 @@ impl Llama {
     /// When the width is not C.
     pub fn logits(&self, hidden: &Tensor) -> Result<Tensor> {
         self.head.forward(hidden)
-    }
-
-    /// (B, T) of token ids that are all below V.
-    fn check_tokens(&self, tokens: &Tensor) -> Result<(usize, usize)> {
-        let [b, t] = tokens.dims() else {
-            bail!("llama: tokens must be (B, T), got {tokens:?}")
-        };
-        if b * t == 0 {
-            bail!("llama: there is no token in {tokens:?}")
-        }
-        let vocab = self.config.vocab_size;
-        let out_of_range = match tokens.dtype() {
-            DType::U32 => {
-                let max = tokens.max_all()?.to_scalar::<u32>()?;
-                (max as usize >= vocab).then_some(i64::from(max))
-            }
-            DType::I64 => {
-                let range = [tokens.min_all()?, tokens.max_all()?];
-                let [min, max] = [range[0].to_scalar::<i64>()?, range[1].to_scalar::<i64>()?];
-                let bad = |id: &i64| usize::try_from(*id).map_or(true, |id| id >= vocab);
-                [min, max].into_iter().find(bad)
-            }
-            other => bail!("llama: tokens must be u32 or i64, got {other:?}"),
-        };
-        if let Some(id) = out_of_range {
-            bail!("llama: token id {id} is not in the vocabulary of {vocab}")
-        }
-        Ok((*b, *t))
     }
 }
 

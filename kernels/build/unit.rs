@@ -118,9 +118,11 @@ impl Unit {
 }
 
 /// Units without macros: the name and the source.
-const PLAIN: [(&str, &str); 4] = [
+const PLAIN: [(&str, &str); 6] = [
     ("attend_delta", "attend_delta.cu"),
     ("attend_merge", "attend_merge.cu"),
+    ("embedding", "embedding.cu"),
+    ("optimiser", "optimiser.cu"),
     ("rms_norm", "rms_norm.cu"),
     ("swiglu", "swiglu.cu"),
 ];
