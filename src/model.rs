@@ -5,15 +5,16 @@
 //! [hooks](Encoding).
 
 use crate::attend::{Backend, Plan, Precision};
-use crate::attention::{linear, Attention};
+use crate::attention::Attention;
 use crate::cache::{CacheStep, KvCache};
 use crate::embedding::{embed, TokenIds};
 use crate::encoding::{Ctx, Encoding, EncodingConfig, ModelDims, PosState, RopeConfig};
+use crate::feed_forward::FeedForward;
 use crate::norm::RmsNorm;
 use crate::positions::Positions;
-use crate::swiglu::swiglu;
+use crate::projection::Projection;
 use candle_core::{bail, DType, Result, Tensor};
-use candle_nn::{Init, Linear, Module, VarBuilder};
+use candle_nn::{Init, VarBuilder};
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 
@@ -169,31 +170,6 @@ impl LlamaConfig {
     }
 }
 
-/// The gated feed-forward part, SwiGLU: down(silu(gate(x)) ⊙ up(x)).
-#[derive(Debug, Clone)]
-struct Mlp {
-    gate_proj: Linear,
-    up_proj: Linear,
-    down_proj: Linear,
-}
-
-impl Mlp {
-    fn new(config: &LlamaConfig, vb: VarBuilder) -> Result<Self> {
-        let (c, inner, init) = (config.hidden_size, config.intermediate_size, config.init());
-        Ok(Self {
-            gate_proj: linear(c, inner, init, vb.pp("gate_proj"))?,
-            up_proj: linear(c, inner, init, vb.pp("up_proj"))?,
-            down_proj: linear(inner, c, init, vb.pp("down_proj"))?,
-        })
-    }
-
-    /// (B,T,C) → (B,T,C)
-    fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        let gated = swiglu(&self.gate_proj.forward(x)?, &self.up_proj.forward(x)?)?;
-        self.down_proj.forward(&gated)
-    }
-}
-
 /// One layer.
 #[derive(Debug, Clone)]
 struct Block {
@@ -201,18 +177,19 @@ struct Block {
     attention_norm: RmsNorm,
     attention: Attention,
     mlp_norm: RmsNorm,
-    mlp: Mlp,
+    mlp: FeedForward,
 }
 
 impl Block {
     fn new(layer: usize, config: &LlamaConfig, vb: VarBuilder) -> Result<Self> {
         let (dims, window, init) = (config.dims(), config.window, config.init());
+        let inner = config.intermediate_size;
         Ok(Self {
             layer,
             attention_norm: norm(config, vb.pp("input_layernorm"))?,
             attention: Attention::new(layer, &dims, window, init, vb.pp("self_attn"))?,
             mlp_norm: norm(config, vb.pp("post_attention_layernorm"))?,
-            mlp: Mlp::new(config, vb.pp("mlp"))?,
+            mlp: FeedForward::new(dims.width, inner, init, vb.pp("mlp"))?,
         })
     }
 
@@ -268,7 +245,7 @@ pub struct Llama {
     encoding: Arc<dyn Encoding>,
     blocks: Vec<Block>,
     norm: RmsNorm,
-    head: Linear,
+    head: Projection,
 }
 
 impl Llama {
@@ -306,8 +283,8 @@ impl Llama {
             .map(|layer| Block::new(layer, config, model.pp("layers").pp(layer)))
             .collect::<Result<_>>()?;
         let head = match config.tie_word_embeddings {
-            true => Linear::new(embeddings.clone(), None),
-            false => linear(c, v, config.init(), vb.pp("lm_head"))?,
+            true => Projection::of(embeddings.clone()),
+            false => Projection::new(c, v, config.init(), vb.pp("lm_head"))?,
         };
         Ok(Self {
             config: config.clone(),

@@ -178,14 +178,81 @@ fn sigmoid<A: Real>(x: A) -> A {
     A::ONE / (A::ONE + (A::ZERO - x).exp())
 }
 
-fn forward<T: Element>(gate: &[T], up: &[T]) -> Vec<T> {
-    let mut out = vec![T::zero(); gate.len()];
-    let task = |(out, (gate, up)): (&mut [T], (&[T], &[T]))| {
-        for ((out, a), u) in out.iter_mut().zip(gate).zip(up) {
-            let a = a.to_acc();
-            *out = T::from_acc(a * sigmoid(a) * u.to_acc());
+fn forward_row<T: Element>(out: &mut [T], gate: &[T], up: &[T]) {
+    for ((out, a), u) in out.iter_mut().zip(gate).zip(up) {
+        let a = a.to_acc();
+        *out = T::from_acc(a * sigmoid(a) * u.to_acc());
+    }
+}
+
+fn backward_row<T: Element>(
+    (dgate, dup): (&mut [T], &mut [T]),
+    (gate, up, grad): (&[T], &[T], &[T]),
+) {
+    for (i, (dgate, dup)) in dgate.iter_mut().zip(dup).enumerate() {
+        let (a, u, dy) = (gate[i].to_acc(), up[i].to_acc(), grad[i].to_acc());
+        let s = sigmoid(a);
+        let one = <T::Acc as Real>::ONE;
+        *dgate = T::from_acc(dy * u * (s * (one + a * (one - s))));
+        *dup = T::from_acc(dy * (a * s));
+    }
+}
+
+/// (rows, 2I), a row's gates before what they let through → (rows, I).
+pub(crate) fn forward_joined<T: Element>(joined: &[T], width: usize) -> Vec<T> {
+    let mut out = vec![T::zero(); joined.len() / 2];
+    let stretch = (TASK / width).max(1) * width;
+    let task = |(out, joined): (&mut [T], &[T])| {
+        let rows = joined.chunks_exact(2 * width);
+        for (out, row) in out.chunks_exact_mut(width).zip(rows) {
+            let (gate, up) = row.split_at(width);
+            forward_row(out, gate, up);
         }
     };
+    if out.len() <= 2 * TASK {
+        task((&mut out, joined));
+    } else {
+        let joined = joined.par_chunks(2 * stretch);
+        out.par_chunks_mut(stretch).zip(joined).for_each(task);
+    }
+    out
+}
+
+/// The gradient (rows, 2I) of [`forward_joined`]'s operand, and its result again.
+pub(crate) fn backward_joined<T: Element>(
+    joined: &[T],
+    grad: &[T],
+    width: usize,
+) -> (Vec<T>, Vec<T>) {
+    let mut out = vec![T::zero(); grad.len()];
+    let mut djoined = vec![T::zero(); joined.len()];
+    let stretch = (TASK / width).max(1) * width;
+    let task = |((out, djoined), (joined, grad)): ((&mut [T], &mut [T]), (&[T], &[T]))| {
+        let results = out
+            .chunks_exact_mut(width)
+            .zip(djoined.chunks_exact_mut(2 * width));
+        let inputs = joined.chunks_exact(2 * width).zip(grad.chunks_exact(width));
+        for ((out, djoined), (joined, grad)) in results.zip(inputs) {
+            let (gate, up) = joined.split_at(width);
+            forward_row(out, gate, up);
+            backward_row(djoined.split_at_mut(width), (gate, up, grad));
+        }
+    };
+    if grad.len() <= 2 * TASK {
+        task(((&mut out, &mut djoined), (joined, grad)));
+    } else {
+        let results = out
+            .par_chunks_mut(stretch)
+            .zip(djoined.par_chunks_mut(2 * stretch));
+        let inputs = joined.par_chunks(2 * stretch).zip(grad.par_chunks(stretch));
+        results.zip(inputs).for_each(task);
+    }
+    (djoined, out)
+}
+
+fn forward<T: Element>(gate: &[T], up: &[T]) -> Vec<T> {
+    let mut out = vec![T::zero(); gate.len()];
+    let task = |(out, (gate, up)): (&mut [T], (&[T], &[T]))| forward_row(out, gate, up);
     if out.len() <= 2 * TASK {
         task((&mut out, (gate, up)));
     } else {
@@ -199,14 +266,8 @@ fn forward<T: Element>(gate: &[T], up: &[T]) -> Vec<T> {
 fn backward<T: Element>(gate: &[T], up: &[T], grad: &[T]) -> (Vec<T>, Vec<T>) {
     let mut dgate = vec![T::zero(); gate.len()];
     let mut dup = dgate.clone();
-    let task = |((dgate, dup), (gate, up, grad)): ((&mut [T], &mut [T]), (&[T], &[T], &[T]))| {
-        for (i, (dgate, dup)) in dgate.iter_mut().zip(dup).enumerate() {
-            let (a, u, dy) = (gate[i].to_acc(), up[i].to_acc(), grad[i].to_acc());
-            let s = sigmoid(a);
-            let one = <T::Acc as Real>::ONE;
-            *dgate = T::from_acc(dy * u * (s * (one + a * (one - s))));
-            *dup = T::from_acc(dy * (a * s));
-        }
+    let task = |(results, inputs): ((&mut [T], &mut [T]), (&[T], &[T], &[T]))| {
+        backward_row(results, inputs)
     };
     if gate.len() <= 2 * TASK {
         task(((&mut dgate, &mut dup), (gate, up, grad)));

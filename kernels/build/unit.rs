@@ -118,9 +118,10 @@ impl Unit {
 }
 
 /// Units without macros: the name and the source.
-const PLAIN: [(&str, &str); 6] = [
+const PLAIN: [(&str, &str); 7] = [
     ("attend_delta", "attend_delta.cu"),
     ("attend_merge", "attend_merge.cu"),
+    ("copy_rows", "copy_rows.cu"),
     ("embedding", "embedding.cu"),
     ("optimiser", "optimiser.cu"),
     ("rms_norm", "rms_norm.cu"),

@@ -4,10 +4,15 @@
 //! kernels are launched.
 
 #[cfg(feature = "cuda")]
+mod copy;
+#[cfg(feature = "cuda")]
 mod memory;
 #[cfg(feature = "cuda")]
 mod module;
+mod rows;
 
+#[cfg(feature = "cuda")]
+pub(crate) use copy::{contiguous, in_order};
 #[cfg(feature = "cuda")]
 pub(crate) use memory::{filled, in_eights, kept, on_gpu, upload, Held};
 #[cfg(feature = "cuda")]
