@@ -4,16 +4,21 @@
 //! kernels are launched.
 
 #[cfg(feature = "cuda")]
+mod copy;
+#[cfg(feature = "cuda")]
 mod memory;
 #[cfg(feature = "cuda")]
 mod module;
+mod rows;
 #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
 mod strided;
 #[cfg(feature = "cuda")]
 mod tensor;
 
 #[cfg(feature = "cuda")]
-pub(crate) use memory::{kept, upload, Held};
+pub(crate) use copy::{contiguous, in_order};
+#[cfg(feature = "cuda")]
+pub(crate) use memory::{filled, in_eights, kept, upload, Held};
 #[cfg(feature = "cuda")]
 pub use module::{kernel_resources, KernelResources};
 #[cfg(feature = "cuda")]
