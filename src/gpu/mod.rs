@@ -22,7 +22,7 @@ pub(crate) use memory::{filled, in_eights, kept, upload, Held};
 #[cfg(feature = "cuda")]
 pub use module::{kernel_resources, KernelResources};
 #[cfg(feature = "cuda")]
-pub(crate) use module::{launch, unit_of, IMAGES};
+pub(crate) use module::{launch, IMAGES};
 #[cfg_attr(not(feature = "cuda"), allow(unused_imports))]
 pub(crate) use strided::{Strided, RUN_BYTES};
 #[cfg(feature = "cuda")]
