@@ -3,6 +3,7 @@
 use crate::attend::{attend, plan, AttendSpec, Backend, Plan, Precision};
 use crate::cache::CacheStep;
 use crate::encoding::{Encoding, ModelDims, PosState, Qkv};
+use crate::heads::join_heads;
 use crate::positions::Positions;
 use candle_core::{bail, Result, Tensor};
 use candle_nn::{Init, Linear, Module, VarBuilder};
@@ -82,10 +83,7 @@ impl Attention {
         state: &PosState,
         cache: Option<&mut CacheStep>,
     ) -> Result<Attended> {
-        let ModelDims {
-            heads, head_dim, ..
-        } = self.dims;
-        let (b, t, _) = x.dims3()?;
+        let head_dim = self.dims.head_dim;
         let Qkv { q, k, v } = self.project(x, encoding, state)?; // v: (B,G,T,E)
         let (k, v, key_positions) = match cache {
             Some(step) => {
@@ -98,18 +96,15 @@ impl Attention {
         let mixed = attend(&q, &k, &v, &spec)?; // (B,H,T,E)
 
         let width = mixed.dim(3)?;
-        let (own, carried) = match width.checked_sub(head_dim) {
-            Some(0) => (mixed, None),
-            Some(more) => (
-                mixed.narrow(3, 0, head_dim)?,
-                Some(mixed.narrow(3, head_dim, more)?),
-            ),
+        let carried = match width.checked_sub(head_dim) {
+            Some(0) => None,
+            Some(more) => Some(mixed.narrow(3, head_dim, more)?),
             None => bail!(
                 "attention: the encoding made the values of layer {} {width} wide, but a head has {head_dim}",
                 self.layer
             ),
         };
-        let own = own.transpose(1, 2)?.reshape((b, t, heads * head_dim))?; // (B,T,H·D)
+        let own = join_heads(&mixed, head_dim)?; // (B,T,H·D)
         Ok(Attended {
             out: self.o_proj.forward(&own)?,
             carried,

@@ -53,6 +53,7 @@ pub mod cache;
 pub mod encoding;
 mod gpu;
 pub mod guide;
+mod heads;
 pub mod hf;
 mod host;
 pub mod init;

@@ -118,9 +118,10 @@ impl Unit {
 }
 
 /// Units without macros: the name and the source.
-const PLAIN: [(&str, &str); 4] = [
+const PLAIN: [(&str, &str); 5] = [
     ("attend_delta", "attend_delta.cu"),
     ("attend_merge", "attend_merge.cu"),
+    ("heads", "heads.cu"),
     ("rotate", "rotate.cu"),
     ("tape", "tape.cu"),
 ];
