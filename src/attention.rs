@@ -3,6 +3,7 @@
 use crate::attend::{attend, plan, AttendSpec, Backend, Plan, Precision};
 use crate::cache::CacheStep;
 use crate::encoding::{Encoding, ModelDims, PosState, Qkv};
+use crate::heads::join_heads;
 use crate::positions::Positions;
 use crate::projection::Projection;
 use candle_core::{bail, Result, Tensor};
@@ -96,21 +97,19 @@ impl Attention {
         let mixed = attend(&q, &k, &v, &spec)?; // (B,H,T,E)
 
         let width = mixed.dim(3)?;
-        let (own, carried) = match width.checked_sub(head_dim) {
-            Some(0) => (mixed, None),
-            Some(more) => (
-                mixed.narrow(3, 0, head_dim)?,
-                Some(mixed.narrow(3, head_dim, more)?),
-            ),
+        let carried = match width.checked_sub(head_dim) {
+            Some(0) => None,
+            Some(more) => Some(mixed.narrow(3, head_dim, more)?),
             None => bail!(
                 "attention: the encoding made the values of layer {} {width} wide, but a head has {head_dim}",
                 self.layer
             ),
         };
-        Ok(Attended {
-            out: self.o_proj.from_heads(&own)?, // (B,T,C)
-            carried,
-        })
+        let out = match carried {
+            None => self.o_proj.from_heads(&mixed)?,
+            Some(_) => self.o_proj.forward(&join_heads(&mixed, head_dim)?)?,
+        }; // (B,T,C)
+        Ok(Attended { out, carried })
     }
 
     /// What [`forward`](Self::forward) without a cache will do in [`attend`](crate::attend()), and why.

@@ -55,6 +55,7 @@ pub mod encoding;
 mod feed_forward;
 mod gpu;
 pub mod guide;
+mod heads;
 pub mod hf;
 mod host;
 pub mod init;

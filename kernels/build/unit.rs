@@ -122,6 +122,7 @@ const PLAIN: &[(&str, &str)] = &[
     ("attend_simt_delta", "attend_simt_delta.cu"),
     ("copy_rows", "copy_rows.cu"),
     ("embedding", "embedding.cu"),
+    ("heads", "heads.cu"),
     ("optimiser", "optimiser.cu"),
     ("rms_norm", "rms_norm.cu"),
     ("rotate", "rotate.cu"),

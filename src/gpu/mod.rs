@@ -35,6 +35,18 @@ use candle_core::{bail, Result};
 #[cfg(not(feature = "cuda"))]
 pub(crate) const IMAGES: &[(bool, u32, &str)] = &[(true, 80, ""), (true, 90, ""), (false, 80, "")];
 
+/// As many threads as kernels tell apart by 32 bits, the last block's idle ones included.
+///
+/// # Errors
+/// When there are more.
+#[cfg_attr(not(feature = "cuda"), allow(dead_code))]
+pub(crate) fn countable(threads: usize) -> Result<usize> {
+    if threads > i32::MAX as usize {
+        bail!("{threads} threads are more than a kernel tells apart")
+    }
+    Ok(threads)
+}
+
 /// A grid of blocks.
 #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -45,6 +45,39 @@ fn loads(_: &Target, report: &mut Report) -> Result<()> {
     Ok(())
 }
 
+/// The kernels that no plan names.
+#[cfg(feature = "cuda")]
+fn beside_attention() -> Vec<String> {
+    let named = |kernels: &[&str], types: &[&str]| -> Vec<String> {
+        let pairs = kernels
+            .iter()
+            .flat_map(|kernel| types.iter().map(move |x| (kernel, x)));
+        pairs.map(|(kernel, x)| kernel.replace('*', x)).collect()
+    };
+    let halves = ["bf16", "f16"];
+    let all = ["bf16", "f16", "f32", "f64"];
+    let sums = ["f32", "f64"];
+    let bits = ["16", "32", "64"];
+    [
+        named(&["attend_merge_*"], &halves),
+        named(&["rotate_turn_*", "rotate_turn_*_runs"], &all),
+        named(&["rotate_gradient_*", "rotate_gradient_*_runs"], &all),
+        named(&["tape_pack_*", "tape_pack_*_runs"], &all),
+        named(&["tape_unpack_*", "tape_unpack_*_runs"], &all),
+        named(&["tape_update_*", "tape_update_gradient_*"], &all),
+        named(&["tape_gate_*", "tape_gate_gradient_*"], &all),
+        named(&["tape_sums_*", "tape_normalize_*"], &sums),
+        named(
+            &["tape_normalize_*_runs", "tape_normalize_gradient_*"],
+            &sums,
+        ),
+        named(&["tape_normalize_gradient_*_runs"], &sums),
+        named(&["heads_join_*", "heads_join_*_runs"], &bits),
+        named(&["heads_part_*", "heads_part_*_runs"], &bits),
+    ]
+    .concat()
+}
+
 #[cfg(feature = "cuda")]
 fn loads(target: &Target, report: &mut Report) -> Result<()> {
     use candle_posenc::attend::kernel_resources;
@@ -53,10 +86,9 @@ fn loads(target: &Target, report: &mut Report) -> Result<()> {
         report.skip("only on a GPU");
         return Ok(());
     }
-    let merges = ["attend_merge_bf16", "attend_merge_f16"].map(str::to_string);
     let mut most: (usize, String) = Default::default();
     let mut images = BTreeSet::new();
-    for kernel in all().into_iter().chain(merges) {
+    for kernel in all().into_iter().chain(beside_attention()) {
         match kernel_resources(target.device(), &kernel) {
             Ok(resources) => {
                 report.check(resources.local_bytes == 0, || {

@@ -26,6 +26,7 @@ mod report;
 mod rotate;
 mod shapes;
 mod small;
+mod tape;
 mod target;
 
 use candle_core::{Device, Result};
@@ -68,6 +69,7 @@ fn tests(small: bool) -> Vec<Test> {
         canaries::tests(),
         gradients::tests(),
         rotate::tests(),
+        tape::tests(),
         models::tests(),
         repeats::tests(),
         long::tests(),
