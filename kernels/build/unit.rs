@@ -118,10 +118,11 @@ impl Unit {
 }
 
 /// Units without macros: the name and the source.
-const PLAIN: [(&str, &str); 7] = [
+const PLAIN: [(&str, &str); 8] = [
     ("attend_delta", "attend_delta.cu"),
     ("attend_merge", "attend_merge.cu"),
     ("copy_rows", "copy_rows.cu"),
+    ("cross_entropy", "cross_entropy.cu"),
     ("embedding", "embedding.cu"),
     ("optimiser", "optimiser.cu"),
     ("rms_norm", "rms_norm.cu"),

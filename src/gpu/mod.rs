@@ -14,7 +14,7 @@ mod rows;
 #[cfg(feature = "cuda")]
 pub(crate) use copy::{contiguous, in_order};
 #[cfg(feature = "cuda")]
-pub(crate) use memory::{filled, in_eights, kept, on_gpu, upload, Held};
+pub(crate) use memory::{filled, in_eights, keep_freed, kept, on_gpu, upload, Held};
 #[cfg(feature = "cuda")]
 pub use module::{kernel_resources, KernelResources};
 #[cfg(feature = "cuda")]

@@ -18,6 +18,7 @@ mod canaries;
 mod cases;
 mod gradients;
 mod kernels;
+mod layers;
 mod long;
 mod models;
 mod phase;
@@ -26,6 +27,7 @@ mod report;
 mod shapes;
 mod small;
 mod target;
+mod training_ops;
 
 use candle_core::{Device, Result};
 use report::Report;
@@ -66,6 +68,8 @@ fn tests(small: bool) -> Vec<Test> {
         phase::tests(),
         canaries::tests(),
         gradients::tests(),
+        layers::tests(),
+        training_ops::tests(),
         models::tests(),
         repeats::tests(),
         long::tests(),
