@@ -34,7 +34,7 @@ namespace {
 constexpr int THREADS = 256, WARPS = THREADS / 32;
 constexpr int PARTS = 32; // threads that share a column of `partial`
 
-extern __shared__ double shared_memory[];
+extern __shared__ __align__(16) double shared_memory[];
 
 DEVICE float root(float x) { return sqrtf(x); }
 DEVICE double root(double x) { return sqrt(x); }

@@ -413,7 +413,7 @@ impl Llama {
     }
 
     /// Starts the stream: embeds tokens that stand at `positions` and makes the encoding's first state. This is all
-    /// that draws from [`Ctx::rng`].
+    /// that draws from [`Ctx::rng`]. Tokens may also be on the CPU where the model is not.
     ///
     /// [`hidden_at`](Self::hidden_at) is this, each [`block`](Self::block) in turn, and [`finish`](Self::finish);
     /// on their own they let a caller stop, look or recompute between blocks.

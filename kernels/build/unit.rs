@@ -121,6 +121,7 @@ const PLAIN: &[(&str, &str)] = &[
     ("attend_merge", "attend_merge.cu"),
     ("attend_simt_delta", "attend_simt_delta.cu"),
     ("copy_rows", "copy_rows.cu"),
+    ("cross_entropy", "cross_entropy.cu"),
     ("embedding", "embedding.cu"),
     ("heads", "heads.cu"),
     ("optimiser", "optimiser.cu"),

@@ -1,8 +1,9 @@
 //! Memory on a GPU: what a launch touches, and what is kept from call to call.
+#![allow(unsafe_code)]
 
 use crate::recent::Recent;
 use candle_core::cuda_backend::cudarc::driver::{
-    CudaSlice, CudaStream, DevicePtr, DevicePtrMut, DeviceRepr, SyncOnDrop,
+    result, sys, CudaSlice, CudaStream, DevicePtr, DevicePtrMut, DeviceRepr, SyncOnDrop,
 };
 use candle_core::cuda_backend::CudaDType;
 use candle_core::op::BackpropOp;
@@ -70,6 +71,22 @@ pub(crate) fn kept<K: PartialEq, V, const N: usize>(
         drop(displaced);
     }
     Ok(made)
+}
+
+/// Lets this process keep memory of a GPU that it has freed, for its next request. By default the driver gives all of it
+/// back to the system whenever the process waits for the GPU, and maps it anew afterwards: in training, at every step.
+pub(crate) fn keep_freed(device: &CudaDevice) {
+    let stream = device.cuda_stream();
+    let context = stream.context();
+    let mut threshold = u64::MAX;
+    // SAFETY: the device is the context's own, the pool its default one, and the attribute a `u64`. A GPU without such
+    // pools is only slower.
+    let _ = unsafe {
+        result::device::get_default_mem_pool(context.cu_device()).and_then(|pool| {
+            let attribute = sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD;
+            result::mem_pool::set_attribute(pool, attribute, (&raw mut threshold).cast())
+        })
+    };
 }
 
 /// A copy on the GPU.

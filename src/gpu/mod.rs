@@ -18,7 +18,7 @@ mod tensor;
 #[cfg(feature = "cuda")]
 pub(crate) use copy::{contiguous, in_order};
 #[cfg(feature = "cuda")]
-pub(crate) use memory::{filled, in_eights, kept, upload, Held};
+pub(crate) use memory::{filled, in_eights, keep_freed, kept, upload, Held};
 #[cfg(feature = "cuda")]
 pub use module::{kernel_resources, KernelResources};
 #[cfg(feature = "cuda")]

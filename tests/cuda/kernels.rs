@@ -35,6 +35,39 @@ fn all() -> BTreeSet<String> {
     all
 }
 
+/// Those of layers and of training, which no plan names.
+#[cfg(feature = "cuda")]
+fn outside_attention() -> Vec<String> {
+    let mut names = vec!["optimiser_gather".to_string()];
+    for dtype in ["f32", "f64", "bf16", "f16"] {
+        for kernel in [
+            "rms_norm_forward",
+            "rms_norm_backward",
+            "rms_norm_weight",
+            "swiglu_forward",
+            "swiglu_backward",
+            "embedding_pieces",
+            "embedding_rows",
+        ] {
+            names.push(format!("{kernel}_{dtype}"));
+        }
+    }
+    for dtype in ["f32", "f64"] {
+        for kernel in [
+            "cross_entropy_forward",
+            "cross_entropy_backward",
+            "optimiser_adamw",
+            "optimiser_squares",
+        ] {
+            names.push(format!("{kernel}_{dtype}"));
+        }
+    }
+    for bytes in [2, 4, 8, 16] {
+        names.push(format!("copy_rows_{bytes}"));
+    }
+    names
+}
+
 pub fn tests() -> Vec<Test> {
     vec![test("every_kernel_loads_without_local_memory", loads)]
 }
@@ -86,9 +119,10 @@ fn loads(target: &Target, report: &mut Report) -> Result<()> {
         report.skip("only on a GPU");
         return Ok(());
     }
+    let others = beside_attention().into_iter().chain(outside_attention());
     let mut most: (usize, String) = Default::default();
     let mut images = BTreeSet::new();
-    for kernel in all().into_iter().chain(beside_attention()) {
+    for kernel in all().into_iter().chain(others) {
         match kernel_resources(target.device(), &kernel) {
             Ok(resources) => {
                 report.check(resources.local_bytes == 0, || {

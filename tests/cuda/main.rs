@@ -18,6 +18,7 @@ mod canaries;
 mod cases;
 mod gradients;
 mod kernels;
+mod layers;
 mod long;
 mod models;
 mod phase;
@@ -28,6 +29,7 @@ mod shapes;
 mod small;
 mod tape;
 mod target;
+mod training_ops;
 
 use candle_core::{Device, Result};
 use report::Report;
@@ -70,6 +72,8 @@ fn tests(small: bool) -> Vec<Test> {
         gradients::tests(),
         rotate::tests(),
         tape::tests(),
+        layers::tests(),
+        training_ops::tests(),
         models::tests(),
         repeats::tests(),
         long::tests(),
