@@ -269,6 +269,9 @@ impl CustomOp3 for FusedAttention {
 }
 
 #[cfg(test)]
+mod arriving;
+
+#[cfg(test)]
 mod tests {
     use super::*;
     use crate::attend::{AttendSpec, Backend, Problem};
