@@ -26,6 +26,7 @@ mod report;
 mod shapes;
 mod small;
 mod target;
+mod training;
 
 use candle_core::{Device, Result};
 use report::Report;
@@ -67,6 +68,7 @@ fn tests(small: bool) -> Vec<Test> {
         canaries::tests(),
         gradients::tests(),
         models::tests(),
+        training::tests(),
         repeats::tests(),
         long::tests(),
         // After all others: which kernels have run.
