@@ -221,7 +221,7 @@ fn losses(
     let model = Llama::new(&config, parameters.builder(dtype, device))?.with_backend(backend);
     let recipe = TrainerConfig {
         seed: 4,
-        batch: 4,
+        batch: 2,
         length: 64,
         steps: STEPS,
         schedule: Schedule::Cosine {
