@@ -11,13 +11,12 @@ use half::{bf16, f16};
 use std::sync::{Arc, OnceLock};
 
 #[cfg(feature = "cuda")]
-use candle_core::CudaStorage;
+use super::cuda::{LeftRows, Wanted};
+#[cfg(feature = "cuda")]
+use candle_core::{op::BackpropOp, CudaStorage, Storage};
 
 pub(super) fn attend(q: &Tensor, k: &Tensor, v: &Tensor, call: Resolved) -> Result<Tensor> {
-    let tracked = [q, k, v].iter().any(|x| x.track_op());
-    // On a GPU the backward pass needs nothing from the forward pass.
-    let op = FusedAttention::new(call, tracked && q.device().is_cpu());
-    apply([q, k, v], op)
+    apply([q, k, v], FusedAttention::new(call, [q, k, v], false))
 }
 
 pub(super) fn attend_with_lse(
@@ -26,7 +25,7 @@ pub(super) fn attend_with_lse(
     v: &Tensor,
     call: Resolved,
 ) -> Result<AttendOutput> {
-    let op = FusedAttention::new(call, true);
+    let op = FusedAttention::new(call, [q, k, v], true);
     let saved = op.saved.clone();
     let out = apply([q, k, v], op)?;
     let lse = match saved.get() {
@@ -35,8 +34,8 @@ pub(super) fn attend_with_lse(
             greatest, log_sum, ..
         }) => (greatest + log_sum)?,
         #[cfg(feature = "cuda")]
-        Some(Saved::OnGpu { lse }) => lse.clone(),
-        None => bail!("attend: the forward pass left no log-sum-exp"),
+        Some(Saved::OnGpu { lse: Some(lse), .. }) => lse.clone(),
+        _ => bail!("attend: the forward pass left no log-sum-exp"),
     };
     Ok(AttendOutput { out, lse })
 }
@@ -57,8 +56,10 @@ fn apply(inputs: [&Tensor; 3], op: FusedAttention) -> Result<Tensor> {
 /// One call of the fused path. Each call needs an object of its own: the saved values belong to it.
 struct FusedAttention {
     call: Resolved,
-    /// Whether the forward pass leaves what the backward pass, or the caller, needs.
-    save: bool,
+    /// Whether there may be a backward pass, for which the forward pass leaves something.
+    tracked: bool,
+    /// Whether the caller asked for the log-sum-exp.
+    with_lse: bool,
     saved: Arc<OnceLock<Saved>>,
 }
 
@@ -72,16 +73,21 @@ enum Saved {
         /// lose the small differences that make the score's gradient.
         exact_out: Option<Tensor>,
     },
-    /// (B,H,T), f32 or f64.
     #[cfg(feature = "cuda")]
-    OnGpu { lse: Tensor },
+    OnGpu {
+        /// (B,H,T), f32 or f64, where the caller asked for it.
+        lse: Option<Tensor>,
+        /// None where the forward pass has to be run again for the backward pass.
+        rows: Option<LeftRows>,
+    },
 }
 
 impl FusedAttention {
-    fn new(call: Resolved, save: bool) -> Self {
+    fn new(call: Resolved, inputs: [&Tensor; 3], with_lse: bool) -> Self {
         Self {
             call,
-            save,
+            tracked: inputs.iter().any(|x| x.track_op()),
+            with_lse,
             saved: Arc::default(),
         }
     }
@@ -97,14 +103,15 @@ impl FusedAttention {
 
     fn forward<T: Element>(&self, [q, k, v]: [(&CpuStorage, &Layout); 3]) -> Result<CpuStorage> {
         let Dims { b, h, t, e, .. } = self.call.dims;
+        let save = self.tracked || self.with_lse;
         let result = cpu::forward(
             &self.call,
             View::<T>::new(q.0.as_slice()?, q.1)?,
             View::new(k.0.as_slice()?, k.1)?,
             View::new(v.0.as_slice()?, v.1)?,
-            self.save,
+            save,
         );
-        if self.save {
+        if save {
             let device = candle_core::Device::Cpu;
             self.leave(Saved::OnHost {
                 greatest: Tensor::from_vec(result.rows.greatest, (b, h, t), &device)?,
@@ -235,12 +242,19 @@ impl CustomOp3 for FusedAttention {
     ) -> Result<(CudaStorage, Shape)> {
         let Dims { b, h, t, e, .. } = self.call.dims;
         let operands = [(q, q_layout), (k, k_layout), (v, v_layout)];
-        let (out, lse) = super::cuda::forward(&self.call, operands, self.save)?;
-        if let Some(lse) = lse {
-            let lse = candle_core::Storage::Cuda(lse);
-            let untracked = candle_core::op::BackpropOp::none();
+        let wanted = Wanted {
+            lse: self.with_lse,
+            rows: self.tracked,
+        };
+        let (out, left) = super::cuda::forward(&self.call, operands, wanted)?;
+        if self.tracked || self.with_lse {
+            let tensor = |storage| {
+                let (storage, untracked) = (Storage::Cuda(storage), BackpropOp::none());
+                Tensor::from_storage(storage, (b, h, t), untracked, false)
+            };
             self.leave(Saved::OnGpu {
-                lse: Tensor::from_storage(lse, (b, h, t), untracked, false),
+                lse: left.lse.map(tensor),
+                rows: left.rows,
             })?;
         }
         Ok((out, Shape::from((b, h, t, e))))
@@ -255,8 +269,13 @@ impl CustomOp3 for FusedAttention {
         grad: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
         let tensors = [q, k, v, out, grad];
-        if !q.device().is_cpu() {
-            return dense_backward(&self.call, [q, k, v], grad);
+        #[cfg(feature = "cuda")]
+        if let Some(Saved::OnGpu { rows, .. }) = self.saved.get() {
+            let rows = rows.as_ref();
+            return match super::cuda::backward(&self.call, [q, k, v], out, rows, grad)? {
+                Some(gradients) => Ok(gradients),
+                None => dense_backward(&self.call, [q, k, v], grad),
+            };
         }
         match q.dtype() {
             DType::F32 => self.backward::<f32>(tensors),

@@ -4,13 +4,13 @@
 #![cfg_attr(not(feature = "cuda"), allow(dead_code))]
 
 use super::cuda::tiles::{
-    simt_rows, simt_shared_bytes, DecodeTile, ForwardTile, DECODE, FORWARD, SIMT_PIECE,
-    SIMT_THREADS,
+    simt_rows, simt_shared_bytes, BackwardSide, BackwardTile, DecodeTile, ForwardTile, BACKWARD,
+    DECODE, DELTA_TILE, DELTA_WARPS, FORWARD, SIMT_PIECE, SIMT_THREADS,
 };
-use super::problem::{saturating_product, Dims, Resolved, ResolvedScore};
+use super::problem::{saturating_product, saturating_sum, Dims, Resolved, ResolvedScore};
 use super::{Operand, Precision, Score};
 use crate::gpu::Launch;
-use candle_core::{bail, DType, Result};
+use candle_core::{DType, Result};
 use std::ops::Range;
 
 /// Widest heads that any kernel takes.
@@ -118,11 +118,7 @@ impl Kernel {
 
     /// The kernel that takes every call within the limits.
     pub fn simt(score: ScoreKind) -> Self {
-        Self::Simt(match score {
-            ScoreKind::Dot => "dot",
-            ScoreKind::Bias => "bias",
-            ScoreKind::Phase { .. } => "phase",
-        })
+        Self::Simt(simt_name(score))
     }
 
     /// Its name, which starts with that of the compiled file it is in.
@@ -146,25 +142,160 @@ impl Kernel {
         }
     }
 
-    /// Whether it cannot read the operand where it lies: neighbours along the width must lie side by side, and for
-    /// tensor cores each row must start at a multiple of 16 bytes.
+    /// Whether it cannot read the operand where it lies.
     pub fn needs_copy(&self, operand: &Operand, dtype: DType) -> bool {
-        const CHUNK: usize = 16;
-        if operand.dims.contains(&0) {
-            return false;
-        }
-        let [rows @ .., width] = operand.dims;
-        let [row_strides @ .., width_stride] = operand.strides;
-        let lies = |elements: usize| {
-            matches!(self, Self::Simt(_))
-                || elements
-                    .wrapping_mul(dtype.size_in_bytes())
-                    .is_multiple_of(CHUNK)
+        needs_copy(operand, dtype, !matches!(self, Self::Simt(_)))
+    }
+}
+
+/// Whether kernels cannot read the operand where it lies: neighbours along the width must lie side by side, and for
+/// tensor cores each row must start at a multiple of 16 bytes.
+fn needs_copy(operand: &Operand, dtype: DType, on_tensor_cores: bool) -> bool {
+    const CHUNK: usize = 16;
+    if operand.dims.contains(&0) {
+        return false;
+    }
+    let [rows @ .., width] = operand.dims;
+    let [row_strides @ .., width_stride] = operand.strides;
+    let lies = |elements: usize| {
+        !on_tensor_cores
+            || elements
+                .wrapping_mul(dtype.size_in_bytes())
+                .is_multiple_of(CHUNK)
+    };
+    let mut strides = row_strides.iter().zip(rows);
+    (width > 1 && width_stride != 1)
+        || !lies(operand.offset)
+        || strides.any(|(stride, size)| size > 1 && !lies(*stride))
+}
+
+/// The kernels of a backward pass.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Backward {
+    /// Tensor cores; tiles of queries against tiles of keys.
+    Tiles(BackwardTile),
+    /// No tensor cores; any widths and dtype, positions of 64 bits. `dot`, `bias` or `phase`.
+    Simt(&'static str),
+}
+
+/// What a backward kernel computes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Pass {
+    /// What the others need of each row.
+    Delta,
+    /// dk and dv; a block is for some keys.
+    Keys,
+    /// dq; a block is for some queries.
+    Queries,
+}
+
+impl Pass {
+    /// In the order in which they run.
+    pub const ALL: [Self; 3] = [Self::Delta, Self::Keys, Self::Queries];
+}
+
+impl Backward {
+    /// Those for a call that has a forward kernel and whose positions fit 32 bits. They are as precise as that one.
+    pub fn choose(demand: &Demand) -> Self {
+        let Dims { d, e, t, .. } = demand.dims;
+        let score = score_name(demand.score, t <= MOST_DECODED);
+        let fits = |tile: &&BackwardTile| {
+            tile.score == score
+                && width_needed(demand.score, d) <= tile.width
+                && e <= tile.values * tile.width
         };
-        let mut strides = row_strides.iter().zip(rows);
-        (width > 1 && width_stride != 1)
-            || !lies(operand.offset)
-            || strides.any(|(stride, size)| size > 1 && !lies(*stride))
+        BACKWARD
+            .iter()
+            .filter(|_| suits_tensor_cores(demand))
+            .filter(fits)
+            .min_by_key(|tile| (tile.width, tile.values))
+            .map_or(Self::simt(demand.score), |tile| Self::Tiles(*tile))
+    }
+
+    /// Those that take every call within the limits.
+    pub fn simt(score: ScoreKind) -> Self {
+        Self::Simt(simt_name(score))
+    }
+
+    /// The forward kernel that leaves what they need.
+    pub fn forward(&self, demand: &Demand) -> Kernel {
+        let of_tile = |tile: &BackwardTile| {
+            let same = FORWARD.iter().filter(|x| x.score == tile.score);
+            let fitting = same.filter_map(|x| Some((cost(x.width, x.values, demand)?, x)));
+            let best = fitting.min_by_key(|(cost, _)| *cost)?;
+            Some(Kernel::Forward(*best.1))
+        };
+        match self {
+            Self::Tiles(tile) => of_tile(tile),
+            Self::Simt(_) => None,
+        }
+        .unwrap_or(Kernel::simt(demand.score))
+    }
+
+    /// A kernel's name, which starts with that of the compiled file it is in.
+    pub fn entry(&self, pass: Pass, dtype: DType) -> String {
+        let dtype = dtype_name(dtype);
+        let side = match pass {
+            Pass::Delta => "delta",
+            Pass::Keys => "keys",
+            Pass::Queries => "queries",
+        };
+        match (self, pass) {
+            (Self::Tiles(_), Pass::Delta) => format!("attend_delta_{dtype}"),
+            (Self::Tiles(x), _) => format!(
+                "attend_backward_{}_w{}_v{}_{side}_{dtype}",
+                x.score, x.width, x.values
+            ),
+            (Self::Simt(_), Pass::Delta) => format!("attend_simt_delta_{dtype}"),
+            (Self::Simt(score), _) => format!("attend_simt_backward_{score}_{side}_{dtype}"),
+        }
+    }
+
+    /// Whether they cannot read the operand where it lies.
+    pub fn needs_copy(&self, operand: &Operand, dtype: DType) -> bool {
+        needs_copy(operand, dtype, matches!(self, Self::Tiles(_)))
+    }
+
+    /// Memory beyond the gradients, in bytes: what is known of each row.
+    pub fn workspace_bytes(&self, dims: &Dims, dtype: DType) -> usize {
+        let rows = saturating_product([dims.b, dims.h, dims.t]);
+        match self {
+            Self::Tiles(_) => saturating_sum([
+                saturating_product([rows, size_of::<[f32; 2]>()]),
+                saturating_product([delta_tiles(dims), size_of::<i32>()]),
+            ]),
+            Self::Simt(_) => saturating_product([rows, accumulator_bytes(dtype)]),
+        }
+    }
+
+    /// What the forward pass leaves for them beside inputs and output, in bytes: two numbers a row, and what rounding
+    /// to half precision lost.
+    pub fn saved_bytes(&self, dims: &Dims, dtype: DType) -> usize {
+        let rows = saturating_product([dims.b, dims.h, dims.t]);
+        let rest = match dtype {
+            DType::BF16 | DType::F16 => dims.e.saturating_mul(dtype.size_in_bytes()),
+            _ => 0,
+        };
+        rows.saturating_mul(rest.saturating_add(2 * accumulator_bytes(dtype)))
+    }
+}
+
+/// Blocks of `attend_delta`.
+pub(super) fn delta_tiles(dims: &Dims) -> usize {
+    saturating_product([dims.t.div_ceil(DELTA_TILE), dims.h, dims.b])
+}
+
+/// Tokens that a block of a backward kernel holds.
+pub(super) fn held_tokens(side: &BackwardSide) -> usize {
+    16 * side.warps
+}
+
+/// As kernels without tensor cores name it.
+fn simt_name(score: ScoreKind) -> &'static str {
+    match score {
+        ScoreKind::Dot => "dot",
+        ScoreKind::Bias => "bias",
+        ScoreKind::Phase { .. } => "phase",
     }
 }
 
@@ -212,20 +343,23 @@ fn best(kernels: impl Iterator<Item = Kernel>, demand: &Demand) -> Option<Kernel
 }
 
 impl Kernel {
-    /// What is padded and what is done twice, in order of weight; `None` where the call does not fit the tile.
     fn cost(&self, demand: &Demand) -> Option<[usize; 3]> {
-        let Dims { d, e, .. } = demand.dims;
         let (score, width, values) = match self {
             Self::Forward(x) => (x.score, x.width, x.values),
             Self::Decode(x) => (x.score, x.width, x.values),
             Self::Simt(_) => return None,
         };
         let precise = matches!(self, Self::Decode(_));
-        let fits = score == score_name(demand.score, precise)
-            && width_needed(demand.score, d) <= width
-            && e <= 2 * width;
-        fits.then_some([width, pieces(e, width, values), values])
+        let same = score == score_name(demand.score, precise);
+        same.then(|| cost(width, values, demand)).flatten()
     }
+}
+
+/// What is padded and what is done twice, in order of weight; `None` where the call does not fit the tile.
+fn cost(width: usize, values: usize, demand: &Demand) -> Option<[usize; 3]> {
+    let Dims { d, e, .. } = demand.dims;
+    let fits = width_needed(demand.score, d) <= width && e <= 2 * width;
+    fits.then_some([width, pieces(e, width, values), values])
 }
 
 /// As tiles name it; `precise` where there is nothing but that.
@@ -292,6 +426,30 @@ impl Launch {
     pub(super) fn merge(dims: &Dims) -> Result<Self> {
         const THREADS: usize = 256;
         Self::new(saturating_product([dims.t, dims.h, dims.b]), 1, THREADS, 0)
+    }
+
+    /// One block for each tile of queries of each head, tiles fastest.
+    pub(super) fn delta(dims: &Dims) -> Result<Self> {
+        Self::new(delta_tiles(dims), 1, 32 * DELTA_WARPS, 0)
+    }
+
+    /// One block for each tile of keys of each key/value head, tiles fastest, and each piece of the results.
+    pub(super) fn backward_keys(tile: &BackwardTile, dims: &Dims) -> Result<Self> {
+        let tiles = dims.s.div_ceil(held_tokens(&tile.keys));
+        let blocks = saturating_product([tiles, dims.g, dims.b]);
+        Self::backward(tile, &tile.keys, blocks)
+    }
+
+    /// One block for each tile of queries of each head, tiles fastest, and each piece of the results.
+    pub(super) fn backward_queries(tile: &BackwardTile, dims: &Dims) -> Result<Self> {
+        let tiles = dims.t.div_ceil(held_tokens(&tile.queries));
+        let blocks = saturating_product([tiles, dims.h, dims.b]);
+        Self::backward(tile, &tile.queries, blocks)
+    }
+
+    fn backward(tile: &BackwardTile, side: &BackwardSide, blocks: usize) -> Result<Self> {
+        let shared = tile.shared_bytes(side);
+        Self::new(blocks, side.pieces, 32 * side.warps, shared)
     }
 
     /// One block for each tile of rows of each key/value head, tiles fastest.

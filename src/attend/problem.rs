@@ -327,6 +327,17 @@ pub(crate) enum ResolvedScore {
     },
 }
 
+impl ResolvedScore {
+    /// The factor of q·k, or of a phase's q_A·k_A.
+    pub fn scale(&self) -> f64 {
+        match *self {
+            Self::Dot { scale } | Self::LinearBias { scale, .. } | Self::Phase { scale, .. } => {
+                scale
+            }
+        }
+    }
+}
+
 /// One call, checked, with every default filled in: what the dense path and the kernels compute from.
 #[derive(Debug, Clone)]
 pub(crate) struct Resolved {

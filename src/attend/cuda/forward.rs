@@ -1,25 +1,23 @@
 //! The forward pass on a GPU: arguments gathered, memory set aside, kernels launched.
 #![allow(unsafe_code)]
 
-use super::call::{self, ForwardCall, ScoreCall, SimtCall, SimtTokens};
-use super::tables::{log2_slopes, slopes, turns, Turns};
+use super::call::{ForwardCall, SimtCall};
+use super::job::{choose, narrow, operand_of, tokens, wide_tokens, Job, Kernels, Tables};
+use super::tables::slopes;
 use super::tiles::{DecodeTile, ForwardTile};
-use super::tokens::{list, wide_list, DeviceList, WideList};
+use super::tokens::wide_list;
 use crate::attend::launch::{
-    self, dtype_name, keys_in_sight, log2_factor, window_of_32_bits, Demand, Kernel, ScoreKind,
-    Split,
+    self, dtype_name, keys_in_sight, window_of_32_bits, Demand, Kernel, Split,
 };
 use crate::attend::placement::Frame;
 use crate::attend::problem::{saturating_product, Dims, Resolved, ResolvedScore};
 use crate::attend::Operand;
 use crate::gpu::{launch as launch_kernel, upload, Held, Launch};
-use crate::positions::PositionTable;
 use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::cudarc::driver::{sys, CudaSlice, DeviceRepr};
 use candle_core::cuda_backend::CudaDType;
 use candle_core::{bail, CudaDevice, CudaStorage, DType, Error, Layout, Result, Tensor, WithDType};
 use half::{bf16, f16};
-use std::sync::Arc;
 
 /// (9, 0) for an H200.
 pub(in crate::attend) fn compute_capability(device: &CudaDevice) -> Result<(u32, u32)> {
@@ -34,7 +32,7 @@ pub(in crate::attend) fn readable(inputs: [&Tensor; 3], call: &Resolved) -> Resu
     if !q.device().is_cuda() {
         return Ok([q.clone(), k.clone(), v.clone()]);
     }
-    let kernel = choose(call, q.dtype())?;
+    let kernel = choose(&Demand::of(call, q.dtype()))?;
     let read = |x: &Tensor| match operand_of(x.layout())? {
         operand if kernel.needs_copy(&operand, x.dtype()) => x.force_contiguous(),
         _ => Ok(x.clone()),
@@ -42,74 +40,116 @@ pub(in crate::attend) fn readable(inputs: [&Tensor; 3], call: &Resolved) -> Resu
     Ok([read(q)?, read(k)?, read(v)?])
 }
 
-fn choose(call: &Resolved, dtype: DType) -> Result<Kernel> {
-    match Kernel::choose(&Demand::of(call, dtype)) {
-        Ok(kernel) => Ok(kernel),
-        Err(reason) => bail!("attend: {reason}"),
-    }
+/// What a forward pass is to leave beside the output.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(in crate::attend) struct Wanted {
+    pub lse: bool,
+    /// [`Left::rows`], as the kernels of the backward pass read it.
+    pub rows: bool,
 }
 
-fn operand_of(layout: &Layout) -> Result<Operand> {
-    match (layout.dims().try_into(), layout.stride().try_into()) {
-        (Ok(dims), Ok(strides)) => Ok(Operand {
-            dims,
-            strides,
-            offset: layout.start_offset(),
-        }),
-        _ => bail!("attend: expected rank 4, got {:?}", layout.shape()),
-    }
+/// What a forward pass leaves beside the output.
+pub(in crate::attend) struct Left {
+    /// (B,H,T), where it was wanted.
+    pub lse: Option<CudaStorage>,
+    /// None also where the kernel that made the output leaves nothing that those of the backward pass can read.
+    pub rows: Option<LeftRows>,
 }
 
-/// The output, and the log-sum-exp where `with_lse` asks for it.
+/// What the backward pass needs beside inputs and output.
+pub(in crate::attend) struct LeftRows {
+    /// (B,H,T) pairs of numbers, f32 or f64: of the kernels on tensor cores as in
+    /// [`ForwardCall`](super::call::ForwardCall), of those without as in [`SimtCall`](super::call::SimtCall).
+    pub statistics: CudaStorage,
+    /// (B,H,T,E): what rounding the output to half precision lost.
+    pub rest: Option<CudaStorage>,
+}
+
+/// The output, and what `wanted` asks for beside it.
 pub(in crate::attend) fn forward(
     call: &Resolved,
     operands: [(&CudaStorage, &Layout); 3],
-    with_lse: bool,
-) -> Result<(CudaStorage, Option<CudaStorage>)> {
-    match operands[0].0.dtype() {
-        DType::BF16 => forward_of::<bf16, f32>(call, operands, with_lse),
-        DType::F16 => forward_of::<f16, f32>(call, operands, with_lse),
-        DType::F32 => forward_of::<f32, f32>(call, operands, with_lse),
-        DType::F64 => forward_of::<f64, f64>(call, operands, with_lse),
+    wanted: Wanted,
+) -> Result<(CudaStorage, Left)> {
+    let (device, dtype) = (operands[0].0.device(), operands[0].0.dtype());
+    let job = Job {
+        call,
+        device,
+        dtype,
+    };
+    let Kernels {
+        forward,
+        backward,
+        frame,
+    } = job.kernels()?;
+    let rows = wanted.rows
+        && backward.forward(&job.demand()) == forward
+        && !matches!(forward, Kernel::Simt(_));
+    forward_with(job, operands, forward, frame, Wanted { rows, ..wanted })
+}
+
+/// The same by a given kernel, which leaves all that is wanted.
+pub(super) fn forward_with(
+    job: Job<'_>,
+    operands: [(&CudaStorage, &Layout); 3],
+    kernel: Kernel,
+    frame: Option<Frame>,
+    wanted: Wanted,
+) -> Result<(CudaStorage, Left)> {
+    match job.dtype {
+        DType::BF16 => forward_of::<bf16, f32>(job, operands, kernel, frame, wanted),
+        DType::F16 => forward_of::<f16, f32>(job, operands, kernel, frame, wanted),
+        DType::F32 => forward_of::<f32, f32>(job, operands, kernel, frame, wanted),
+        DType::F64 => forward_of::<f64, f64>(job, operands, kernel, frame, wanted),
         other => bail!("attend: dtype {other:?} is not supported (f32, f64, bf16, f16 are)"),
     }
 }
 
-/// `Lse` is the dtype of the log-sum-exp.
-fn forward_of<T, Lse>(
-    call: &Resolved,
+/// `Real` is what sums are held in.
+fn forward_of<T, Real>(
+    job: Job<'_>,
     operands: [(&CudaStorage, &Layout); 3],
-    with_lse: bool,
-) -> Result<(CudaStorage, Option<CudaStorage>)>
+    kernel: Kernel,
+    frame: Option<Frame>,
+    wanted: Wanted,
+) -> Result<(CudaStorage, Left)>
 where
     T: CudaDType + DeviceRepr + WithDType,
-    Lse: CudaDType + DeviceRepr + WithDType,
+    Real: CudaDType + DeviceRepr + WithDType,
 {
-    let device = operands[0].0.device();
-    let Dims { b, h, t, s, e, .. } = call.dims;
-    let wrap = |out: CudaSlice<T>, lse: Option<CudaSlice<Lse>>| {
-        let lse = lse.map(|lse| CudaStorage::wrap_cuda_slice(lse, device.clone()));
-        (CudaStorage::wrap_cuda_slice(out, device.clone()), lse)
-    };
-    let (out_len, lse_len) = (
+    let device = job.device;
+    let Dims { b, h, t, s, e, .. } = job.call.dims;
+    let (out_len, rows_len) = (
         saturating_product([b, h, t, e]),
         saturating_product([b, h, t]),
     );
     if out_len > isize::MAX as usize / size_of::<T>() {
         bail!("attend: an output of {:?} is too large", (b, h, t, e))
     }
+    let wrap = |slice: CudaSlice<T>| CudaStorage::wrap_cuda_slice(slice, device.clone());
+    let wrap_real = |slice: CudaSlice<Real>| CudaStorage::wrap_cuda_slice(slice, device.clone());
     if out_len == 0 || s == 0 {
         // Nothing is seen. There is no memory of no length.
         let out = upload(device, &vec![T::zero(); out_len.max(1)])?;
-        let unseen = vec![Lse::from_f64(f64::NEG_INFINITY); lse_len.max(1)];
-        let lse = with_lse.then(|| upload(device, &unseen)).transpose()?;
-        return Ok(wrap(out, lse));
+        let unseen = vec![Real::from_f64(f64::NEG_INFINITY); rows_len.max(1)];
+        let lse = wanted.lse.then(|| upload(device, &unseen)).transpose()?;
+        let left = Left {
+            lse: lse.map(wrap_real),
+            rows: None,
+        };
+        return Ok((wrap(out), left));
     }
+    let is_half = size_of::<T>() < size_of::<Real>();
     // SAFETY: the kernels write every element, also where nothing is seen.
-    let mut out = unsafe { device.alloc::<T>(out_len)? };
+    let results = |len: usize| unsafe { device.alloc::<T>(len) };
     // SAFETY: as above.
-    let lse = with_lse.then(|| unsafe { device.alloc::<Lse>(lse_len) });
-    let mut lse = lse.transpose()?;
+    let numbers = |len: usize| unsafe { device.alloc::<Real>(len) };
+    let mut out = results(out_len)?;
+    let mut lse = wanted.lse.then(|| numbers(rows_len)).transpose()?;
+    let mut statistics = wanted.rows.then(|| numbers(2 * rows_len)).transpose()?;
+    let mut rest = (wanted.rows && is_half)
+        .then(|| results(out_len))
+        .transpose()?;
 
     let stream = &*device.cuda_stream();
     let mut held = Held::on(stream);
@@ -123,43 +163,46 @@ where
     let [q, k, v] = inputs[..] else {
         bail!("attend: expected three operands")
     };
-    let job = Job {
-        call,
-        device,
-        dtype: T::DTYPE,
+    let forward = Forward {
+        job,
         inputs: [q, k, v],
         out: held.write(&mut out),
         lse: lse.as_mut().map_or(0, |lse| held.write(lse)),
+        statistics: statistics.as_mut().map_or(0, |x| held.write(x)),
+        rest: rest.as_mut().map_or(0, |rest| held.write(rest)),
     };
-    job.launch()?;
+    forward.launch(kernel, frame)?;
     drop(held);
-    Ok(wrap(out, lse))
+    let rows = statistics.map(|statistics| LeftRows {
+        statistics: wrap_real(statistics),
+        rest: rest.map(wrap),
+    });
+    let left = Left {
+        lse: lse.map(wrap_real),
+        rows,
+    };
+    Ok((wrap(out), left))
 }
 
 /// One forward pass over memory that is there already.
-struct Job<'a> {
-    call: &'a Resolved,
-    device: &'a CudaDevice,
-    dtype: DType,
+struct Forward<'a> {
+    job: Job<'a>,
     /// q, k and v: where their memory starts, and how they lie in it.
     inputs: [(u64, Operand); 3],
     out: u64,
-    /// 0 where it is not asked for.
+    /// This and what follows: 0 where it is not wanted.
     lse: u64,
+    statistics: u64,
+    rest: u64,
 }
 
-impl Job<'_> {
-    fn launch(&self) -> Result<()> {
-        let kernel = choose(self.call, self.dtype)?;
-        // Positions beyond 32 bits are left to the kernel that knows 64.
-        let (kernel, frame) = match (kernel, Frame::of(self.call)) {
-            (Kernel::Simt(_), _) | (_, None) => (self.simt(), None),
-            (kernel, frame) => (kernel, frame),
-        };
-        if (self.inputs.iter()).any(|(_, operand)| kernel.needs_copy(operand, self.dtype)) {
+impl Forward<'_> {
+    fn launch(&self, kernel: Kernel, frame: Option<Frame>) -> Result<()> {
+        let dtype = self.job.dtype;
+        if (self.inputs.iter()).any(|(_, operand)| kernel.needs_copy(operand, dtype)) {
             bail!(
                 "attend: {} cannot read its operands where they lie: {:?}",
-                kernel.entry(self.dtype),
+                kernel.entry(dtype),
                 self.inputs.map(|(_, operand)| operand)
             )
         }
@@ -170,53 +213,59 @@ impl Job<'_> {
         }
     }
 
-    fn simt(&self) -> Kernel {
-        Kernel::simt(ScoreKind::of_resolved(
-            &self.call.score,
-            self.call.precision,
-        ))
-    }
-
     fn forward(&self, tile: &ForwardTile, frame: &Frame) -> Result<()> {
-        let kernel = Kernel::Forward(*tile);
+        let Job {
+            call: Resolved { dims, .. },
+            device,
+            dtype,
+        } = self.job;
         let rows = launch::query_tile(tile);
-        let stream = self.device.cuda_stream();
-        let tables = Tables::new(self, frame, [rows, tile.keys])?;
+        let stream = device.cuda_stream();
+        let tables = Tables::new(&self.job, frame, [rows, tile.keys])?;
         let mut held = Held::on(&stream);
         let mut call = self.forward_call(frame, tile.width, &tables, &mut held)?;
-        call.tiles = narrow(self.call.dims.t.div_ceil(rows))?;
-        let shape = Launch::forward(tile, &self.call.dims)?;
+        call.tiles = narrow(dims.t.div_ceil(rows))?;
+        let shape = Launch::forward(tile, dims)?;
+        let entry = Kernel::Forward(*tile).entry(dtype);
         // SAFETY: the operands' extents were checked by candle, the results are as long as the kernel's dims say, lists
         // and tables hold what this call asks for; rows are aligned, or `launch` would have refused them. All stays alive
         // until it is launched, and memory given back later is not given out on this stream before the launch has run.
-        unsafe { launch_kernel(&stream, &kernel.entry(self.dtype), shape, &call) }
+        unsafe { launch_kernel(&stream, &entry, shape, &call) }
     }
 
     fn decode(&self, tile: &DecodeTile, frame: &Frame) -> Result<()> {
-        let kernel = Kernel::Decode(*tile);
-        let dims = &self.call.dims;
-        let stream = self.device.cuda_stream();
-        let keys = keys_in_sight(self.call).len();
-        let split = Split::new(tile, dims, keys, multiprocessors(self.device)?);
+        let Job {
+            call: resolved,
+            device,
+            dtype,
+        } = self.job;
+        if self.statistics != 0 {
+            bail!("attend: the kernel for few queries leaves nothing for a backward pass")
+        }
+        let dims = &resolved.dims;
+        let stream = device.cuda_stream();
+        let keys = keys_in_sight(resolved).len();
+        let split = Split::new(tile, dims, keys, multiprocessors(device)?);
         let part = |len: usize| -> Result<_> {
             // SAFETY: the merging kernel reads only what the decoding kernel wrote.
-            let memory = || unsafe { self.device.alloc::<f32>(len) };
+            let memory = || unsafe { device.alloc::<f32>(len) };
             split.is_split().then(memory).transpose()
         };
         let mut part_out = part(split.out_elements(dims))?;
         let mut part_lse = part(split.lse_elements(dims))?;
         // This kernel does not look at tiles: one a row is enough.
-        let tables = Tables::new(self, frame, [dims.t, dims.s])?;
+        let tables = Tables::new(&self.job, frame, [dims.t, dims.s])?;
         let mut held = Held::on(&stream);
         let mut call = self.forward_call(frame, tile.width, &tables, &mut held)?;
         call.tiles = narrow(split.parts)?;
         call.part_out = part_out.as_mut().map_or(0, |part| held.write(part));
         call.part_lse = part_lse.as_mut().map_or(0, |part| held.write(part));
         let shape = Launch::decode(tile, dims, &split)?;
+        let entry = Kernel::Decode(*tile).entry(dtype);
         // SAFETY: as in `forward`; the parts are as long as the split says.
-        unsafe { launch_kernel(&stream, &kernel.entry(self.dtype), shape, &call)? };
+        unsafe { launch_kernel(&stream, &entry, shape, &call)? };
         if split.is_split() {
-            let merge = format!("attend_merge_{}", dtype_name(self.dtype));
+            let merge = format!("attend_merge_{}", dtype_name(dtype));
             // SAFETY: as above.
             unsafe { launch_kernel(&stream, &merge, Launch::merge(dims)?, &call)? };
         }
@@ -230,95 +279,52 @@ impl Job<'_> {
         tables: &'a Tables,
         held: &mut Held<'a>,
     ) -> Result<ForwardCall> {
-        let Dims {
-            h, g, d, e, t, s, ..
-        } = self.call.dims;
-        let [q, k, v] = self.inputs.map(|input| self.operand(input, 0));
-        let second = if e > width { width } else { 0 };
-        let (factor, negate) = log2_factor(&self.call.score);
-        let mut score = ScoreCall {
-            factor,
-            negate: negate.into(),
-            slopes: tables.slopes.as_ref().map_or(0, |x| held.read(x)),
-            ..ScoreCall::default()
-        };
-        let mut amplitude_width = 0;
-        if let ResolvedScore::Phase {
-            amp_dim,
-            alpha,
-            phase_scale,
-            ..
-        } = self.call.score
-        {
-            amplitude_width = narrow(amp_dim)?;
-            score.alpha = alpha as f32;
-            score.phase_scale = phase_scale as f32;
-        }
-        if let Some(turns) = &tables.turns {
-            score.turns = held.read(&turns.entries);
-            score.reach = narrow(turns.reach)?;
-        }
+        let resolved = self.job.call;
+        let Dims { h, g, d, e, .. } = resolved.dims;
+        let [q, k, v] = self.inputs;
+        let (score, amplitude_width) = self.job.score(tables, held)?;
         Ok(ForwardCall {
-            q,
-            k,
-            v: [v, self.operand(self.inputs[2], second)],
+            q: self.job.operand(q, 0),
+            k: self.job.operand(k, 0),
+            v: self.job.pieces(v, width),
             out: self.out,
             lse: self.lse,
-            queries: tokens(
-                frame,
-                &self.call.q_positions,
-                &tables.queries,
-                narrow(t)?,
-                held,
-            ),
-            keys: tokens(
-                frame,
-                &self.call.k_positions,
-                &tables.keys,
-                narrow(s)?,
-                held,
-            ),
+            queries: tokens(frame, &resolved.q_positions, &tables.queries, held)?,
+            keys: tokens(frame, &resolved.k_positions, &tables.keys, held)?,
             score,
             heads: narrow(h)?,
             group: narrow(h / g)?,
             head_width: narrow(d)?,
             amplitude_width,
             value_width: narrow(e)?,
-            causal: self.call.causal.into(),
-            window: window_of_32_bits(self.call.window),
+            causal: resolved.causal.into(),
+            window: window_of_32_bits(resolved.window),
+            statistics: self.statistics,
+            rest: self.rest,
             ..ForwardCall::default()
         })
     }
 
-    /// From column `column` on.
-    fn operand(&self, (address, operand): (u64, Operand), column: usize) -> call::Operand {
-        let first = (operand.offset + column) * self.dtype.size_in_bytes();
-        let [batch, head, token, _] = operand.strides.map(|stride| stride as i64);
-        call::Operand {
-            data: address + first as u64,
-            batch,
-            head,
-            token,
-        }
-    }
-
     fn without_tensor_cores(&self) -> Result<()> {
-        let Dims {
-            h, g, d, e, t, s, ..
-        } = self.call.dims;
-        let stream = self.device.cuda_stream();
-        let wide_slopes = match &self.call.score {
-            ResolvedScore::LinearBias { slopes: x, .. } => Some(slopes(self.device, x)?),
+        let Job {
+            call: resolved,
+            device,
+            dtype,
+        } = self.job;
+        let Dims { h, g, d, e, .. } = resolved.dims;
+        let stream = device.cuda_stream();
+        let wide_slopes = match &resolved.score {
+            ResolvedScore::LinearBias { slopes: x, .. } => Some(slopes(device, x)?),
             _ => None,
         };
-        let turns = match self.dtype {
+        let turns = match dtype {
             DType::F64 => None,
-            _ => self.turns()?,
+            _ => self.job.turns()?,
         };
-        let queries = wide_list(self.device, &self.call.q_positions)?;
-        let keys = wide_list(self.device, &self.call.k_positions)?;
+        let queries = wide_list(device, &resolved.q_positions)?;
+        let keys = wide_list(device, &resolved.k_positions)?;
         let mut held = Held::on(&stream);
-        let (alpha, phase_scale, amp_dim) = match self.call.score {
+        let (alpha, phase_scale, amp_dim) = match resolved.score {
             ResolvedScore::Phase {
                 alpha,
                 phase_scale,
@@ -327,134 +333,34 @@ impl Job<'_> {
             } => (alpha, phase_scale, Some(amp_dim)),
             _ => (0., 0., None),
         };
-        let (ResolvedScore::Dot { scale }
-        | ResolvedScore::LinearBias { scale, .. }
-        | ResolvedScore::Phase { scale, .. }) = self.call.score;
-        let [q, k, v] = self.inputs.map(|input| self.operand(input, 0));
+        let [q, k, v] = self.inputs.map(|input| self.job.operand(input, 0));
         let call = SimtCall {
             q,
             k,
             v,
             out: self.out,
             lse: self.lse,
-            queries: wide_tokens(&self.call.q_positions, &queries, t, &mut held),
-            keys: wide_tokens(&self.call.k_positions, &keys, s, &mut held),
-            scale,
+            queries: wide_tokens(&resolved.q_positions, &queries, &mut held),
+            keys: wide_tokens(&resolved.k_positions, &keys, &mut held),
+            scale: resolved.score.scale(),
             slopes: wide_slopes.as_ref().map_or(0, |x| held.read(x)),
             turns: turns.as_ref().map_or(0, |x| held.read(&x.entries)),
             alpha,
             phase_scale,
-            window: self.call.window.unwrap_or(i64::MAX),
+            window: resolved.window.unwrap_or(i64::MAX),
             reach: narrow(turns.as_ref().map_or(0, |x| x.reach))?,
             heads: narrow(h)?,
             group: narrow(h / g)?,
             head_width: narrow(d)?,
             amplitude_width: narrow(amp_dim.unwrap_or(0))?,
             value_width: narrow(e)?,
-            causal: self.call.causal.into(),
-            tiles: narrow(launch::simt_tiles(&self.call.dims, self.dtype))?,
+            causal: resolved.causal.into(),
+            tiles: narrow(launch::simt_tiles(&resolved.dims, dtype))?,
         };
-        let shape = Launch::simt(&self.call.dims, self.dtype, amp_dim)?;
+        let shape = Launch::simt(&resolved.dims, dtype, amp_dim)?;
+        let entry = Kernel::simt(self.job.demand().score).entry(dtype);
         // SAFETY: as in `forward`.
-        unsafe { launch_kernel(&stream, &self.simt().entry(self.dtype), shape, &call) }
-    }
-
-    /// For the phase.
-    fn turns(&self) -> Result<Option<Arc<Turns>>> {
-        let ResolvedScore::Phase {
-            alpha, phase_scale, ..
-        } = self.call.score
-        else {
-            return Ok(None);
-        };
-        let (q, k) = (&self.call.q_positions, &self.call.k_positions);
-        let greatest = match (q.bounds(), k.bounds()) {
-            (Some(q), Some(k)) => {
-                launch::greatest_distance(q, k, self.call.causal, self.call.window)
-            }
-            _ => 0,
-        };
-        turns(self.device, alpha, phase_scale, greatest).map(Some)
-    }
-}
-
-/// What a kernel on tensor cores reads beside q, k and v.
-struct Tables {
-    slopes: Option<Arc<CudaSlice<f32>>>,
-    turns: Option<Arc<Turns>>,
-    queries: Option<Arc<DeviceList>>,
-    keys: Option<Arc<DeviceList>>,
-}
-
-impl Tables {
-    /// `tiles` are the tokens in a tile of queries and of keys.
-    fn new(job: &Job<'_>, frame: &Frame, tiles: [usize; 2]) -> Result<Self> {
-        let slopes = match &job.call.score {
-            ResolvedScore::LinearBias { slopes, .. } => Some(log2_slopes(job.device, slopes)?),
-            _ => None,
-        };
-        Ok(Self {
-            slopes,
-            turns: job.turns()?,
-            queries: list(job.device, frame, &job.call.q_positions, tiles[0])?,
-            keys: list(job.device, frame, &job.call.k_positions, tiles[1])?,
-        })
-    }
-}
-
-/// A list, or the span that `table` is where there is none.
-fn tokens<'a>(
-    frame: &Frame,
-    table: &PositionTable,
-    list: &'a Option<Arc<DeviceList>>,
-    len: i32,
-    held: &mut Held<'a>,
-) -> call::Tokens {
-    match list {
-        Some(list) => call::Tokens {
-            list: held.read(&list.tokens),
-            tiles: held.read(&list.tiles),
-            batch: list.row_stride as i64,
-            tiles_batch: list.tile_stride as i64,
-            start: 0,
-            len,
-        },
-        None => call::Tokens {
-            start: frame.start(table).unwrap_or_default(),
-            len,
-            ..call::Tokens::default()
-        },
-    }
-}
-
-/// A list, or the span that `table` is where there is none.
-fn wide_tokens<'a>(
-    table: &PositionTable,
-    list: &'a Option<Arc<WideList>>,
-    len: usize,
-    held: &mut Held<'a>,
-) -> SimtTokens {
-    let len = len as i64;
-    match list {
-        Some(list) => SimtTokens {
-            positions: held.read(&list.positions),
-            segments: list.segments.as_ref().map_or(0, |x| held.read(x)),
-            batch: list.row_stride as i64,
-            start: 0,
-            len,
-        },
-        None => SimtTokens {
-            start: table.span_start().unwrap_or_default(),
-            len,
-            ..SimtTokens::default()
-        },
-    }
-}
-
-fn narrow(size: usize) -> Result<i32> {
-    match i32::try_from(size) {
-        Ok(size) => Ok(size),
-        Err(_) => bail!("attend: {size} is more than the GPU's kernels count to"),
+        unsafe { launch_kernel(&stream, &entry, shape, &call) }
     }
 }
 

@@ -1,10 +1,14 @@
 //! The fused path on NVIDIA GPUs: what [`launch`](super::launch) decided is given to the kernels, on candle's stream.
 
+#[cfg(feature = "cuda")]
+mod backward;
 // Without the feature only the tests look at these.
 #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
 pub(super) mod call;
 #[cfg(feature = "cuda")]
 mod forward;
+#[cfg(feature = "cuda")]
+mod job;
 #[cfg(feature = "cuda")]
 mod tables;
 // The build script looks at the rest.
@@ -14,4 +18,6 @@ pub(super) mod tiles;
 mod tokens;
 
 #[cfg(feature = "cuda")]
-pub(super) use forward::{compute_capability, forward, readable};
+pub(super) use backward::backward;
+#[cfg(feature = "cuda")]
+pub(super) use forward::{compute_capability, forward, readable, LeftRows, Wanted};

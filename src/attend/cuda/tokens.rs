@@ -29,7 +29,8 @@ impl DeviceList {
     }
 }
 
-static LISTS: Recent<(DeviceId, ListKey), DeviceList, 8> = Recent::new();
+// Of one call: queries and keys in tiles of the forward kernel and of both backward kernels.
+static LISTS: Recent<(DeviceId, ListKey), DeviceList, 16> = Recent::new();
 
 /// Tokens as the kernels on tensor cores read them, with bounds for each tile of `tile` tokens; `None` for a span.
 pub(super) fn list(
