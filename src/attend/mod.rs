@@ -32,7 +32,7 @@ use std::sync::Arc;
 // For tests.
 #[cfg(feature = "cuda")]
 #[doc(hidden)]
-pub use crate::gpu::{kernel_resources, KernelResources};
+pub use crate::gpu::{kernel_launches, kernel_resources, KernelResources};
 pub use plan::{plan, plan_problem, Path, Plan};
 pub use problem::{DeviceKind, Operand, Problem};
 

@@ -11,7 +11,7 @@ mod module;
 #[cfg(feature = "cuda")]
 pub(crate) use memory::{kept, upload, Held};
 #[cfg(feature = "cuda")]
-pub use module::{kernel_resources, KernelResources};
+pub use module::{kernel_launches, kernel_resources, KernelResources};
 #[cfg(feature = "cuda")]
 pub(crate) use module::{launch, unit_of, IMAGES};
 

@@ -35,6 +35,32 @@ fn all() -> BTreeSet<String> {
     all
 }
 
+/// Those that no plan names: of backward passes, and what puts the parts of a split together.
+fn behind_plans() -> BTreeSet<String> {
+    let mut all = BTreeSet::new();
+    for dtype in ["bf16", "f16"] {
+        all.insert(format!("attend_merge_{dtype}"));
+        all.insert(format!("attend_delta_{dtype}"));
+        for tile in tiles::BACKWARD {
+            for side in ["keys", "queries"] {
+                all.insert(format!(
+                    "attend_backward_{}_w{}_v{}_{side}_{dtype}",
+                    tile.score, tile.width, tile.values
+                ));
+            }
+        }
+    }
+    for dtype in tiles::SIMT_DTYPES {
+        all.insert(format!("attend_simt_delta_{dtype}"));
+        for score in tiles::SIMT_SCORES {
+            for side in ["keys", "queries"] {
+                all.insert(format!("attend_simt_backward_{score}_{side}_{dtype}"));
+            }
+        }
+    }
+    all
+}
+
 pub fn tests() -> Vec<Test> {
     vec![test("every_kernel_loads_without_local_memory", loads)]
 }
@@ -53,10 +79,9 @@ fn loads(target: &Target, report: &mut Report) -> Result<()> {
         report.skip("only on a GPU");
         return Ok(());
     }
-    let merges = ["attend_merge_bf16", "attend_merge_f16"].map(str::to_string);
     let mut most: (usize, String) = Default::default();
     let mut images = BTreeSet::new();
-    for kernel in all().into_iter().chain(merges) {
+    for kernel in all().into_iter().chain(behind_plans()) {
         match kernel_resources(target.device(), &kernel) {
             Ok(resources) => {
                 report.check(resources.local_bytes == 0, || {
@@ -91,6 +116,31 @@ pub fn coverage() -> Vec<Test> {
         for kernel in ran.keys() {
             report.check(all().contains(kernel), || format!("{kernel} is in no list"));
         }
+        let launched = launched(target);
+        for kernel in behind_plans().iter().filter(|_| target.is_gpu()) {
+            report.check(launched.contains(kernel), || {
+                format!("{kernel} has not run")
+            });
+        }
+        for kernel in launched.iter().filter(|name| name.starts_with("attend_")) {
+            report.check(
+                all().contains(kernel) || behind_plans().contains(kernel),
+                || format!("{kernel} was launched and is in no list"),
+            );
+        }
         Ok(())
     })]
+}
+
+/// The kernels that were launched, whoever asked for them.
+#[cfg(feature = "cuda")]
+fn launched(_: &Target) -> BTreeSet<String> {
+    candle_posenc::attend::kernel_launches()
+        .into_keys()
+        .collect()
+}
+
+#[cfg(not(feature = "cuda"))]
+fn launched(_: &Target) -> BTreeSet<String> {
+    BTreeSet::new()
 }
