@@ -20,7 +20,7 @@ pub(crate) use copy::{contiguous, in_order};
 #[cfg(feature = "cuda")]
 pub(crate) use memory::{filled, in_eights, keep_freed, kept, upload, Held};
 #[cfg(feature = "cuda")]
-pub use module::{kernel_resources, KernelResources};
+pub use module::{kernel_launches, kernel_resources, KernelResources};
 #[cfg(feature = "cuda")]
 pub(crate) use module::{launch, IMAGES};
 #[cfg_attr(not(feature = "cuda"), allow(unused_imports))]

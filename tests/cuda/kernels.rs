@@ -68,6 +68,29 @@ fn outside_attention() -> Vec<String> {
     names
 }
 
+/// Those that no plan names: of backward passes, and what puts the parts of a split together.
+fn behind_plans() -> BTreeSet<String> {
+    let mut all = BTreeSet::new();
+    for dtype in ["bf16", "f16"] {
+        all.insert(format!("attend_merge_{dtype}"));
+        all.insert(format!("attend_delta_{dtype}"));
+        for tile in tiles::BACKWARD {
+            for side in ["keys", "queries"] {
+                all.insert(format!("{}_{side}_{dtype}", tile.name()));
+            }
+        }
+    }
+    for dtype in tiles::SIMT_DTYPES {
+        all.insert(format!("attend_simt_delta_{dtype}"));
+        for score in tiles::SIMT_SCORES {
+            for side in ["keys", "queries"] {
+                all.insert(format!("attend_simt_backward_{score}_{side}_{dtype}"));
+            }
+        }
+    }
+    all
+}
+
 pub fn tests() -> Vec<Test> {
     vec![test("every_kernel_loads_without_local_memory", loads)]
 }
@@ -78,7 +101,7 @@ fn loads(_: &Target, report: &mut Report) -> Result<()> {
     Ok(())
 }
 
-/// The kernels that no plan names.
+/// Those of rotation, of TAPE's state and of heads put side by side.
 #[cfg(feature = "cuda")]
 fn beside_attention() -> Vec<String> {
     let named = |kernels: &[&str], types: &[&str]| -> Vec<String> {
@@ -87,12 +110,10 @@ fn beside_attention() -> Vec<String> {
             .flat_map(|kernel| types.iter().map(move |x| (kernel, x)));
         pairs.map(|(kernel, x)| kernel.replace('*', x)).collect()
     };
-    let halves = ["bf16", "f16"];
     let all = ["bf16", "f16", "f32", "f64"];
     let sums = ["f32", "f64"];
     let bits = ["16", "32", "64"];
     [
-        named(&["attend_merge_*"], &halves),
         named(&["rotate_turn_*", "rotate_turn_*_runs"], &all),
         named(&["rotate_gradient_*", "rotate_gradient_*_runs"], &all),
         named(&["tape_pack_*", "tape_pack_*_runs"], &all),
@@ -119,7 +140,10 @@ fn loads(target: &Target, report: &mut Report) -> Result<()> {
         report.skip("only on a GPU");
         return Ok(());
     }
-    let others = beside_attention().into_iter().chain(outside_attention());
+    let others = behind_plans()
+        .into_iter()
+        .chain(beside_attention())
+        .chain(outside_attention());
     let mut most: (usize, String) = Default::default();
     let mut images = BTreeSet::new();
     for kernel in all().into_iter().chain(others) {
@@ -157,6 +181,31 @@ pub fn coverage() -> Vec<Test> {
         for kernel in ran.keys() {
             report.check(all().contains(kernel), || format!("{kernel} is in no list"));
         }
+        let launched = launched(target);
+        for kernel in behind_plans().iter().filter(|_| target.is_gpu()) {
+            report.check(launched.contains(kernel), || {
+                format!("{kernel} has not run")
+            });
+        }
+        for kernel in launched.iter().filter(|name| name.starts_with("attend_")) {
+            report.check(
+                all().contains(kernel) || behind_plans().contains(kernel),
+                || format!("{kernel} was launched and is in no list"),
+            );
+        }
         Ok(())
     })]
+}
+
+/// The kernels that were launched, whoever asked for them.
+#[cfg(feature = "cuda")]
+fn launched(_: &Target) -> BTreeSet<String> {
+    candle_posenc::attend::kernel_launches()
+        .into_keys()
+        .collect()
+}
+
+#[cfg(not(feature = "cuda"))]
+fn launched(_: &Target) -> BTreeSet<String> {
+    BTreeSet::new()
 }

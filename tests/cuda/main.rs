@@ -29,6 +29,7 @@ mod shapes;
 mod small;
 mod tape;
 mod target;
+mod training;
 mod training_ops;
 
 use candle_core::{Device, Result};
@@ -75,6 +76,7 @@ fn tests(small: bool) -> Vec<Test> {
         layers::tests(),
         training_ops::tests(),
         models::tests(),
+        training::tests(),
         repeats::tests(),
         long::tests(),
         // After all others: which kernels have run.
