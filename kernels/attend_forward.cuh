@@ -62,6 +62,7 @@ template <class T_, class Score_, int WIDTH_, int VALUES_, int WARPS_, int ROW_T
     Score score;
 
     float sums[HALVES], references[HALVES];
+    float rounded_sums[ROW_TILES][4]; // of weights as they weigh the values, in each element of the row
     float averages[VALUES][ROW_TILES][COLUMN_BLOCKS][4];
 
     DEVICE ForwardKernel(const ForwardCall &call, const Block<T> &block, uint8_t *shared, int2 *key_tokens)
@@ -299,6 +300,8 @@ template <class T_, class Score_, int WIDTH_, int VALUES_, int WARPS_, int ROW_T
             float shrink = exp2_approx((references[a] - greatest[a]) * score.factor()); // 0 for the row's first key
             references[a] = greatest[a];
             sums[a] *= shrink;
+            rounded_sums[a / 2][a % 2 * 2] *= shrink;
+            rounded_sums[a / 2][a % 2 * 2 + 1] *= shrink;
 #pragma unroll
             for (int piece = 0; piece < VALUES; piece++)
 #pragma unroll
@@ -348,6 +351,11 @@ template <class T_, class Score_, int WIDTH_, int VALUES_, int WARPS_, int ROW_T
                     sums[a] += low + high;
                     weights[r][j] = Half<T>::pack(low, high);
                 }
+            if (call.rest) {
+#pragma unroll
+                for (int r = 0; r < ROW_TILES; r++)
+                    Half<T>::multiply_add(rounded_sums[r], weights[r], Half<T>::ONES, Half<T>::ONES);
+            }
 #pragma unroll
             for (int piece = 0; piece < VALUES; piece++)
 #pragma unroll
@@ -434,7 +442,7 @@ template <class T_, class Score_, int WIDTH_, int VALUES_, int WARPS_, int ROW_T
     DEVICE void run() {
 #pragma unroll
         for (int a = 0; a < HALVES; a++) {
-            sums[a] = 0.f;
+            sums[a] = rounded_sums[a / 2][a % 2 * 2] = rounded_sums[a / 2][a % 2 * 2 + 1] = 0.f;
             references[a] = -INFINITY;
         }
 #pragma unroll

@@ -120,6 +120,7 @@ DEVICE float sum_of_row(float x) {
 template <class T> struct Half;
 
 template <> struct Half<__nv_bfloat16> {
+    static constexpr uint32_t ONES = 0x3f803f80; // two of them
     static DEVICE void unpack(float (&to)[8], uint4 from) {
         uint32_t pairs[4] = {from.x, from.y, from.z, from.w};
 #pragma unroll
@@ -146,6 +147,7 @@ template <> struct Half<__nv_bfloat16> {
 };
 
 template <> struct Half<__half> {
+    static constexpr uint32_t ONES = 0x3c003c00;
     static DEVICE void unpack(float (&to)[8], uint4 from) {
         const __half2 *pairs = (const __half2 *)&from;
 #pragma unroll
