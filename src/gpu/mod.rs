@@ -7,6 +7,10 @@
 mod memory;
 #[cfg(feature = "cuda")]
 mod module;
+#[cfg_attr(not(feature = "cuda"), allow(dead_code))]
+mod strided;
+#[cfg(feature = "cuda")]
+mod tensor;
 
 #[cfg(feature = "cuda")]
 pub(crate) use memory::{kept, upload, Held};
@@ -14,6 +18,10 @@ pub(crate) use memory::{kept, upload, Held};
 pub use module::{kernel_resources, KernelResources};
 #[cfg(feature = "cuda")]
 pub(crate) use module::{launch, IMAGES};
+#[cfg_attr(not(feature = "cuda"), allow(unused_imports))]
+pub(crate) use strided::{Strided, RUN_BYTES};
+#[cfg(feature = "cuda")]
+pub(crate) use tensor::{dispatch, on_gpu, GpuElement, Output, Placed};
 
 use candle_core::{bail, Result};
 

@@ -23,6 +23,7 @@ mod models;
 mod phase;
 mod repeats;
 mod report;
+mod rotate;
 mod shapes;
 mod small;
 mod target;
@@ -66,6 +67,7 @@ fn tests(small: bool) -> Vec<Test> {
         phase::tests(),
         canaries::tests(),
         gradients::tests(),
+        rotate::tests(),
         models::tests(),
         repeats::tests(),
         long::tests(),
