@@ -8,7 +8,16 @@
 //! its row: how `benches/peers/cuda_peers.py` lets us and the peers take turns. `--test` shrinks every shape, and
 //! nothing is a measurement.
 //!
-//! Counted are 2·B·H·T·S·(D + E) operations, half of them where causal, and for decoding the bytes of k and v.
+//! Counted are 2·B·H·T·S·(D + E) operations, half of them where causal, 2.5 times as many for a backward pass, and for
+//! decoding the bytes of k and v. A backward pass is timed as candle's graph runs it, with a random gradient.
+//!
+//! - `attend_fwd`, `attend_bwd`, `attend_fwd_bwd`, `attend_decode`: attention; `…/tapa_dense` by tensor operations.
+//! - `rotate_fwd`, `rotate_bwd`, `copy_x`: x (B,H,T,D) turned, or only copied; `tape` turns by a state for each token and
+//!   head, whose gradient is made too. Counted are the bytes of all that is read and written. Off the backward pass is
+//!   taken what the same graph takes around a copy in its place.
+//! - `tape_update_fwd`, `tape_update_fwd_bwd`: a layer's update of TAPE's state.
+//! - `train_step`: a training step of 6 layers of width H·D over B windows of T bytes, by the host's clock; and its parts
+//!   `train_forward`, `train_backward`, `train_optimizer`.
 
 #![allow(missing_docs)]
 
@@ -35,12 +44,21 @@ fn main() -> ExitCode {
 mod gpu {
     use candle_core::cuda_backend::cudarc::driver::{sys::CUevent_flags, CudaSlice, CudaStream};
     use candle_core::cuda_backend::WrapErr;
-    use candle_core::{bail, DType, Device, Error, Result, Tensor};
-    use candle_posenc::encoding::alibi_slopes;
-    use candle_posenc::{attend, plan, AttendSpec, Backend, Path, Precision, Score};
+    use candle_core::{bail, DType, Device, Error, Result, Tensor, Var};
+    use candle_posenc::encoding::{
+        alibi_slopes, AlibiConfig, PhaseNorm, RopeConfig, TapaConfig, TapeConfig,
+    };
+    use candle_posenc::train::{
+        mean_loss, AdamW, AdamWConfig, Gradients, Parameters, Schedule, Trainer, TrainerConfig,
+    };
+    use candle_posenc::{
+        attend, plan, rotate, AttendSpec, Backend, Ctx, EncodingConfig, Layout, Llama, LlamaConfig,
+        ModelDims, Path, PosState, Positions, Precision, Rotation, Score, SeededVars,
+    };
     use std::collections::HashMap;
     use std::io::{BufRead, Write};
     use std::sync::Arc;
+    use std::time::Instant;
 
     /// Who is timed, in the column `peer`.
     const US: &str = "candle-posenc";
@@ -83,11 +101,18 @@ mod gpu {
             if options.test {
                 case.shape.t = case.shape.t.min(100);
                 case.shape.s = case.shape.s.min(100);
+                case.shape.b = case.shape.b.min(2);
             }
-            if case.to_string().contains(&options.only) {
-                writeln!(sink, "{}", gpu.time(&case, options.samples)?)?;
-                sink.flush()?;
+            if !case.to_string().contains(&options.only) {
+                continue;
             }
+            match gpu.time(&case, options.samples) {
+                Ok(row) => writeln!(sink, "{row}")?,
+                // The dense path may need more memory than there is.
+                Err(error) if case.bench.ends_with("dense") => eprintln!("{case}: {error}"),
+                Err(error) => return Err(error),
+            }
+            sink.flush()?;
         }
         Ok(())
     }
@@ -141,6 +166,12 @@ mod gpu {
         d: usize,
         e: usize,
         causal: bool,
+    }
+
+    impl Shape {
+        fn q(&self) -> [usize; 4] {
+            [self.b, self.h, self.t, self.d]
+        }
     }
 
     impl std::fmt::Display for Shape {
@@ -293,6 +324,68 @@ mod gpu {
                 square(1, [8, 8, 128, 128], 131_072),
             );
         }
+        for widths in WIDTHS {
+            let [h, g, d, _] = widths;
+            for pass in ["attend_bwd", "attend_fwd_bwd"] {
+                for n in [2048, 8192, 16_384] {
+                    let b = (16_384 / n).max(1);
+                    for score in SCORES {
+                        add(format!("{pass}/{score}"), DType::BF16, square(b, widths, n));
+                    }
+                    let wide = square(b, [h, g, d, 2 * d], n);
+                    add(format!("{pass}/tape"), DType::BF16, wide);
+                }
+                add(
+                    format!("{pass}/plain"),
+                    DType::BF16,
+                    square(1, widths, 8192),
+                );
+                add(
+                    format!("{pass}/tapa_fast"),
+                    DType::BF16,
+                    square(1, widths, 8192),
+                );
+            }
+        }
+        let both = |score: &str| format!("attend_fwd_bwd/{score}");
+        for h in [16, 4] {
+            let shape = square(1, [h, h, 128, 128], 8192);
+            for score in ["tapa_fast", "tapa_dense"] {
+                if (h, score) != (16, "tapa_fast") {
+                    add(both(score), DType::BF16, shape);
+                }
+            }
+        }
+        let large = square(1, [16, 16, 128, 128], 65_536);
+        for bench in [
+            "copy_x",
+            "rotate_fwd/rope",
+            "rotate_bwd/rope",
+            "rotate_fwd/tape",
+            "rotate_bwd/tape",
+        ] {
+            add(bench.to_string(), DType::BF16, large);
+        }
+        let wide = square(1, [16, 16, 128, 256], 8192);
+        for bench in [
+            "attend_fwd/tape",
+            "attend_fwd_bwd/tape",
+            "tape_update_fwd",
+            "tape_update_fwd_bwd",
+        ] {
+            add(bench.to_string(), DType::BF16, wide);
+        }
+        for encoding in ["rope", "alibi", "tapa", "tape"] {
+            for part in [
+                "train_step",
+                "train_forward",
+                "train_backward",
+                "train_optimizer",
+            ] {
+                let shape = square(64, [6, 6, 64, 64], 512);
+                add(format!("{part}/{encoding}"), DType::BF16, shape);
+            }
+        }
         add("copy".to_string(), DType::BF16, decoding(131_072));
         for s in [4096, 32_768, 131_072] {
             for score in ["plain", "alibi", "tapa_precise"] {
@@ -370,15 +463,47 @@ mod gpu {
                         "TB/s",
                     )
                 }
-                Some(("attend_fwd", score)) => {
-                    let milliseconds = self.attend(case, score, samples)?;
+                Some((pass @ ("attend_fwd" | "attend_bwd" | "attend_fwd_bwd"), score)) => {
+                    let (milliseconds, times) = match pass {
+                        "attend_fwd" => (self.attend(case, score, Pass::Forward, samples)?, 1.),
+                        "attend_bwd" => (self.attend(case, score, Pass::Backward, samples)?, 2.5),
+                        _ => (self.attend(case, score, Pass::Both, samples)?, 3.5),
+                    };
                     let s = &case.shape;
                     let pairs = (s.b * s.h * s.t * s.s) as f64 / if s.causal { 2. } else { 1. };
-                    let operations = 2. * pairs * (s.d + s.e) as f64;
+                    let operations = times * 2. * pairs * (s.d + s.e) as f64;
                     (milliseconds, operations / milliseconds / 1e9, "TFLOP/s")
                 }
+                None if case.bench == "copy_x" => {
+                    let x = self.normal(case.shape.q(), case.dtype)?;
+                    let milliseconds = self.median(samples, || x.copy().map(drop))?;
+                    let bytes = 2 * x.elem_count() * case.dtype.size_in_bytes();
+                    (milliseconds, bytes as f64 / milliseconds / 1e9, "TB/s")
+                }
+                Some((pass @ ("rotate_fwd" | "rotate_bwd"), by)) => {
+                    let (milliseconds, bytes) =
+                        self.rotate(case, by == "tape", pass == "rotate_bwd", samples)?;
+                    (milliseconds, bytes as f64 / milliseconds / 1e9, "TB/s")
+                }
+                None if case.bench.starts_with("tape_update") => {
+                    let milliseconds =
+                        self.tape_update(case, case.bench.ends_with("bwd"), samples)?;
+                    let tokens = (case.shape.b * case.shape.t) as f64;
+                    (milliseconds, tokens / milliseconds / 1e3, "Mtoken/s")
+                }
+                Some((
+                    part @ ("train_step" | "train_forward" | "train_backward" | "train_optimizer"),
+                    encoding,
+                )) => {
+                    let milliseconds = match part {
+                        "train_step" => self.train_step(case, encoding, samples)?,
+                        _ => self.train_part(case, encoding, part, samples)?,
+                    };
+                    let tokens = (case.shape.b * case.shape.t) as f64;
+                    (milliseconds, tokens / milliseconds / 1e3, "Mtoken/s")
+                }
                 Some(("attend_decode", score)) => {
-                    let milliseconds = self.attend(case, score, samples)?;
+                    let milliseconds = self.attend(case, score, Pass::Forward, samples)?;
                     let s = &case.shape;
                     let bytes = s.b * s.g * s.s * (s.d + s.e) * case.dtype.size_in_bytes();
                     (milliseconds, bytes as f64 / milliseconds / 1e9, "TB/s")
@@ -397,7 +522,11 @@ mod gpu {
             ))
         }
 
-        fn attend(&self, case: &Case, score: &str, samples: usize) -> Result<f64> {
+        fn normal(&self, dims: [usize; 4], dtype: DType) -> Result<Tensor> {
+            Tensor::randn(0f32, 1., dims.to_vec(), &self.device)?.to_dtype(dtype)
+        }
+
+        fn attend(&self, case: &Case, score: &str, pass: Pass, samples: usize) -> Result<f64> {
             let Shape {
                 b,
                 h,
@@ -408,18 +537,20 @@ mod gpu {
                 e,
                 causal,
             } = case.shape;
-            let normal = |dims: (usize, usize, usize, usize)| {
-                Tensor::randn(0f32, 1., dims, &self.device)?.to_dtype(case.dtype)
-            };
+            let normal = |dims| self.normal(dims, case.dtype);
             let (q, k, v) = (
-                normal((b, h, t, d))?,
-                normal((b, g, s, d))?,
-                normal((b, g, s, e))?,
+                normal([b, h, t, d])?,
+                normal([b, g, s, d])?,
+                normal([b, g, s, e])?,
             );
             let phase = Score::Phase {
                 amp_dim: d / 2,
                 alpha: 0.1,
                 phase_scale: None,
+            };
+            let backend = match score {
+                "tapa_dense" => Backend::Dense,
+                _ => Backend::Fused,
             };
             let (score, precision) = match score {
                 "plain" | "tape" => (Score::Dot, Precision::Fast),
@@ -427,23 +558,257 @@ mod gpu {
                     let slopes = alibi_slopes(h).into();
                     (Score::LinearBias { slopes }, Precision::Fast)
                 }
-                "tapa_fast" => (phase, Precision::Fast),
+                "tapa_fast" | "tapa_dense" => (phase, Precision::Fast),
                 "tapa_precise" => (phase, Precision::Precise),
                 other => bail!("no score {other}"),
             };
             let spec = AttendSpec {
                 causal,
                 precision,
-                ..AttendSpec::causal()
-                    .with_score(score)
-                    .with_backend(Backend::Fused)
+                ..AttendSpec::causal().with_score(score).with_backend(backend)
             };
             let plan = plan(&q, &k, &v, &spec)?;
-            if plan.path == Path::Dense {
+            if plan.path == Path::Dense && backend == Backend::Fused {
                 bail!("{case} goes dense: {plan}")
             }
             eprintln!("{case}: {}", plan.kernel);
-            self.median(samples, || attend(&q, &k, &v, &spec).map(drop))
+            if pass == Pass::Forward {
+                return self.median(samples, || attend(&q, &k, &v, &spec).map(drop));
+            }
+            let (q, k, v) = (variable(q)?, variable(k)?, variable(v)?);
+            let grad = normal([b, h, t, e])?;
+            let forward = || attend(&q, &k, &v, &spec)? * &grad;
+            if pass == Pass::Both {
+                // The dense path takes too long for many samples.
+                let samples = if backend == Backend::Dense {
+                    samples.min(5)
+                } else {
+                    samples
+                };
+                return self.median(samples, || forward()?.backward().map(drop));
+            }
+            let made = forward()?;
+            self.median(samples, || made.backward().map(drop))
         }
+
+        /// Milliseconds, and the bytes that are read and written.
+        fn rotate(
+            &self,
+            case: &Case,
+            state: bool,
+            backward: bool,
+            samples: usize,
+        ) -> Result<(f64, usize)> {
+            let Shape { b, g, t, d, .. } = case.shape;
+            let dims = if state {
+                [b, g, t, d / 2]
+            } else {
+                [1, 1, t, d / 2]
+            };
+            let angles = self.normal(dims, DType::F32)?;
+            let (cos, sin) = (angles.cos()?, angles.sin()?);
+            let x = self.normal(case.shape.q(), case.dtype)?;
+            let (data, table) = (
+                x.elem_count() * case.dtype.size_in_bytes(),
+                2 * cos.elem_count() * 4,
+            );
+            if !backward {
+                let rotation = Rotation { cos, sin };
+                let milliseconds =
+                    self.median(samples, || rotate(&x, &rotation, Layout::Half).map(drop))?;
+                return Ok((milliseconds, 2 * data + table));
+            }
+            let x = variable(x)?;
+            let (around, turned, bytes) = if state {
+                let (cos, sin) = (variable(cos)?, variable(sin)?);
+                let copies = [x.copy()?, cos.copy()?, sin.copy()?];
+                let around = self.median(samples, || {
+                    copies.iter().try_for_each(|x| x.backward().map(drop))
+                })?;
+                let rotation = Rotation {
+                    cos: cos.as_tensor().clone(),
+                    sin: sin.as_tensor().clone(),
+                };
+                // The gradient that arrives, x and the state are read, three gradients written.
+                let bytes = 3 * data + 2 * table;
+                (around, rotate(&x, &rotation, Layout::Half)?, bytes)
+            } else {
+                let copy = x.copy()?;
+                let around = self.median(samples, || copy.backward().map(drop))?;
+                let rotation = Rotation { cos, sin };
+                let turned = rotate(&x, &rotation, Layout::Half)?;
+                (around, turned, 2 * data + table)
+            };
+            let all = self.median(samples, || turned.backward().map(drop))?;
+            Ok(((all - around).max(1e-3), bytes))
+        }
+
+        /// The update behind the first of two layers, of a state that every head has for itself.
+        fn tape_update(&self, case: &Case, backward: bool, samples: usize) -> Result<f64> {
+            let Shape { b, h, g, t, d, .. } = case.shape;
+            let dims = ModelDims {
+                width: h * d,
+                heads: h,
+                kv_heads: g,
+                head_dim: d,
+                layers: 2,
+                max_positions: t,
+            };
+            let vars = SeededVars::new(1);
+            let encoding = EncodingConfig::Tape(TapeConfig::default())
+                .build(&dims, vars.builder(case.dtype, &self.device))?;
+            let angles = self.normal([b, g, t, d / 2], DType::F32)?;
+            let (cos, sin) = (angles.cos()?, angles.sin()?);
+            let carried = self.normal([b, h, t, d], case.dtype)?;
+            let out = self.normal([1, b, t, h * d], case.dtype)?.squeeze(0)?;
+            let update = |cos: &Tensor, sin: &Tensor, carried: &Tensor, out: &Tensor| {
+                let state = PosState {
+                    positions: Positions::first(t),
+                    rotation: Some(Rotation {
+                        cos: cos.clone(),
+                        sin: sin.clone(),
+                    }),
+                };
+                match encoding.update(0, state, Some(carried), out)?.rotation {
+                    Some(rotation) => Ok(rotation),
+                    None => bail!("the update lost the state"),
+                }
+            };
+            if !backward {
+                // The weights are variables: without a backward pass their graph is dropped.
+                return self.median(samples, || update(&cos, &sin, &carried, &out).map(drop));
+            }
+            let (cos, sin) = (variable(cos)?, variable(sin)?);
+            let (carried, out) = (variable(carried)?, variable(out)?);
+            self.median(samples, || {
+                let Rotation { cos, sin } = update(&cos, &sin, &carried, &out)?;
+                (cos + sin)?.backward().map(drop)
+            })
+        }
+
+        /// Median of the host's milliseconds, the GPU idle before and after.
+        fn wall(
+            &self,
+            samples: usize,
+            mut run: impl FnMut(&mut dyn FnMut()) -> Result<()>,
+        ) -> Result<f64> {
+            let mut all = Vec::new();
+            for sample in 0..samples.max(1) + WARM_UPS {
+                self.device.synchronize()?;
+                let mut started = Instant::now();
+                // What is to be timed begins when it says so.
+                run(&mut || {
+                    self.device.synchronize().ok();
+                    started = Instant::now();
+                })?;
+                self.device.synchronize()?;
+                if sample >= WARM_UPS {
+                    all.push(started.elapsed().as_secs_f64() * 1e3);
+                }
+            }
+            all.sort_by(f64::total_cmp);
+            Ok(all[all.len() / 2])
+        }
+
+        fn model(&self, case: &Case, encoding: &str) -> Result<(Llama, Parameters, LlamaConfig)> {
+            let Shape { h, g, t, d, .. } = case.shape;
+            let encoding = match encoding {
+                "rope" => EncodingConfig::Rope(RopeConfig::default()),
+                "alibi" => EncodingConfig::Alibi(AlibiConfig::default()),
+                "tapa" => EncodingConfig::Tapa(TapaConfig {
+                    phase_norm: Some(PhaseNorm {
+                        gain: 0.3,
+                        learned: false,
+                    }),
+                    ..TapaConfig::default()
+                }),
+                "tape" => EncodingConfig::Tape(TapeConfig::default()),
+                other => bail!("no encoding {other}"),
+            };
+            let config = LlamaConfig {
+                hidden_size: h * d,
+                intermediate_size: h * d * 8 / 3,
+                num_hidden_layers: 6,
+                num_attention_heads: h,
+                num_key_value_heads: g,
+                max_position_embeddings: t,
+                encoding,
+                ..LlamaConfig::default()
+            };
+            let parameters = Parameters::new(SeededVars::new(1));
+            let vb = parameters.builder(case.dtype, &self.device);
+            let model = Llama::new(&config, vb)?;
+            Ok((model, parameters, config))
+        }
+
+        fn train_step(&self, case: &Case, encoding: &str, samples: usize) -> Result<f64> {
+            let (model, parameters, _) = self.model(case, encoding)?;
+            let (batch, length) = (case.shape.b, case.shape.t);
+            let recipe = TrainerConfig {
+                batch,
+                length,
+                steps: samples.max(1) + WARM_UPS,
+                schedule: Schedule::Constant { peak: 1e-4 },
+                ..TrainerConfig::default()
+            };
+            let mut trainer = Trainer::new(model, parameters, bytes(1 << 20), recipe)?;
+            self.wall(samples, |_| trainer.step().map(drop))
+        }
+
+        fn train_part(
+            &self,
+            case: &Case,
+            encoding: &str,
+            part: &str,
+            samples: usize,
+        ) -> Result<f64> {
+            let (model, parameters, _) = self.model(case, encoding)?;
+            let (b, t) = (case.shape.b, case.shape.t);
+            let text = Tensor::from_vec(bytes(b * (t + 1)), (b, t + 1), &self.device)?;
+            let tokens = text.narrow(1, 0, t)?.contiguous()?;
+            let targets = text.narrow(1, 1, t)?.contiguous()?;
+            let positions = Positions::first(t);
+            let mut optimiser = AdamW::new(AdamWConfig::default(), &parameters)?;
+            self.wall(samples, |begin| {
+                let mut ctx = Ctx {
+                    train: true,
+                    ..Ctx::default()
+                };
+                let hidden = model.hidden_at(&tokens, &positions, None, &mut ctx)?;
+                let loss = mean_loss(&hidden, model.head(), &targets)?;
+                if part == "train_forward" {
+                    return Ok(());
+                }
+                if part == "train_backward" {
+                    begin();
+                }
+                let store = loss.backward()?;
+                if part == "train_backward" {
+                    return Ok(());
+                }
+                begin();
+                let mut gradients = Gradients::of(&store, &parameters)?;
+                gradients.clip(1.)?;
+                optimiser.step(&parameters, &gradients, 1e-4)
+            })
+        }
+    }
+
+    /// Of attention, what is timed.
+    #[derive(Clone, Copy, PartialEq)]
+    enum Pass {
+        Forward,
+        Backward,
+        Both,
+    }
+
+    fn variable(x: Tensor) -> Result<Var> {
+        Var::from_tensor(&x)
+    }
+
+    /// Token ids that follow each other without a pattern.
+    fn bytes(len: usize) -> Vec<u32> {
+        let mixed = |i: u64| (i + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 56;
+        (0..len as u64).map(|i| mixed(i) as u32).collect()
     }
 }

@@ -7,6 +7,7 @@
 //! cargo run --release --example train -- --text book.txt --steps 2000 --out run
 //! cargo run --release --example train -- --text book.txt --steps 2000 --out run --resume    # after an interruption
 //! cargo run --release --example train -- --config encoding.json        # {"type": "rope", "theta": 500000.0}
+//! cargo run --release --example train -- --text a.txt b.txt --held-out 1000000 --contexts 512 4096 --read 16384
 //! ```
 //!
 //! The folder of a run holds
@@ -29,7 +30,7 @@ use candle_posenc::{EncodingConfig, Llama, LlamaConfig, SeededVars};
 use clap::{Parser, ValueEnum};
 use common::codec::printable;
 use common::device::DeviceName;
-use common::evaluation::{common_part, perplexity};
+use common::evaluation::{common_part, perplexity, spread_perplexity};
 use common::message;
 use common::names::{BackendName, EncodingName};
 use common::progress::Progress;
@@ -41,7 +42,7 @@ use std::fs::{File, TryLockError};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-/// Contexts at which the trained model is read, in training lengths.
+/// Contexts at which the trained model is read unless told otherwise, in training lengths.
 const REACH: [usize; 4] = [1, 2, 4, 8];
 /// Windows that the longest context gets, where the held-out part is long enough. All contexts read the same bytes.
 const LONGEST_WINDOWS: usize = 8;
@@ -56,6 +57,19 @@ struct Options {
     /// close, numbers count on and names return far apart
     #[arg(long, value_name = "FILE", num_args = 1..)]
     text: Vec<PathBuf>,
+
+    /// Bytes to hold out at the end of the text [default: a tenth]
+    #[arg(long, value_name = "BYTES")]
+    held_out: Option<usize>,
+
+    /// Contexts at which the trained model is read, in bytes [default: 1, 2, 4 and 8 times the training length]
+    #[arg(long, value_name = "BYTES", num_args = 1..)]
+    contexts: Vec<usize>,
+
+    /// Read about so many bytes at each context, but at least two windows, spread evenly over the held-out part
+    /// [default: at all contexts the same bytes, at its beginning]
+    #[arg(long, value_name = "BYTES")]
+    read: Option<usize>,
 
     /// The positional encoding
     #[arg(long, value_enum, value_name = "NAME", default_value = "tapa")]
@@ -103,6 +117,10 @@ struct Options {
     /// Key/value heads; they must divide the query heads [default: as many as query heads]
     #[arg(long, value_name = "N")]
     kv_heads: Option<usize>,
+
+    /// What norms add to the mean square [default: 0.00001]
+    #[arg(long, value_name = "EPSILON", conflicts_with = "from")]
+    norm_epsilon: Option<f64>,
 
     /// Training length in bytes
     #[arg(
@@ -211,6 +229,8 @@ enum ScheduleName {
     Linear,
     /// Half a cosine down to a tenth.
     Cosine,
+    /// The same over all steps, those of the warm-up included.
+    WholeCosine,
     /// It stays, then a straight line to 0 over the last fifth.
     Stable,
 }
@@ -246,7 +266,7 @@ fn run(options: &Options) -> Result<()> {
         Some(from) => from.config().clone(),
         None => model_config(options)?,
     };
-    let text = Text::open(&options.text, options.length)?;
+    let text = Text::holding_out(&options.text, options.length, options.held_out)?;
     let prompt = prompt(options, &text)?;
     // Before training: a folder that cannot be written to should not cost a model.
     let out = options.out.as_deref();
@@ -272,7 +292,7 @@ fn run(options: &Options) -> Result<()> {
         hf::save(out, &config, vars, &beside)?;
         println!("saved      {}", out.display());
     }
-    print_reach(trainer.model(), &text, options.length, &device)?;
+    print_reach(trainer.model(), &text, options, &device)?;
     print_sample(trainer.model(), &prompt, options, &device)
 }
 
@@ -347,10 +367,17 @@ fn model_config(options: &Options) -> Result<LlamaConfig> {
             serde_json::from_slice::<EncodingConfig>(&read(path)?).map_err(|e| about(path, e))?
         }
     };
-    Ok(LlamaConfig {
+    let mut config = LlamaConfig {
         num_key_value_heads: kv_heads,
         ..sizes.model(encoding)
-    })
+    };
+    if let Some(epsilon) = options.norm_epsilon {
+        if !(epsilon >= 0. && epsilon.is_finite()) {
+            bail!("--norm-epsilon must be at least 0 and finite, got {epsilon}")
+        }
+        config.rms_norm_eps = epsilon;
+    }
+    Ok(config)
 }
 
 fn check_sizes(sizes: &[(&str, usize)]) -> Result<()> {
@@ -408,6 +435,11 @@ fn recipe(options: &Options) -> Result<TrainerConfig> {
             floor: 0.,
         },
         ScheduleName::Cosine => Schedule::Cosine {
+            peak,
+            warm_up,
+            floor: 0.1,
+        },
+        ScheduleName::WholeCosine => Schedule::WholeCosine {
             peak,
             warm_up,
             floor: 0.1,
@@ -546,8 +578,12 @@ fn train(trainer: &mut Trainer, options: &Options) -> Result<()> {
 }
 
 /// The table of perplexities by context.
-fn print_reach(model: &Llama, text: &Text, length: usize, device: &Device) -> Result<()> {
-    let contexts = REACH.map(|reach| reach * length);
+fn print_reach(model: &Llama, text: &Text, options: &Options, device: &Device) -> Result<()> {
+    let length = options.length;
+    let contexts = match &options.contexts[..] {
+        [] => REACH.map(|reach| reach * length).to_vec(),
+        contexts => contexts.to_vec(),
+    };
     let held_out = common_part(&text.held_out, &contexts, LONGEST_WINDOWS);
     println!("\nPerplexity per byte of held-out text: 1 is certainty, 256 a blind guess. Last quarter: of the bytes with the most context.");
     println!(
@@ -555,13 +591,23 @@ fn print_reach(model: &Llama, text: &Text, length: usize, device: &Device) -> Re
         "context", "windows", "whole", "last quarter"
     );
     let mut whole = Vec::new();
-    for reach in REACH {
-        let context = format!("{} ({reach}×)", reach * length);
-        let part = match held_out.len() > reach * length {
-            true => held_out,
-            false => &text.held_out[..],
+    for context in contexts {
+        let found = match options.read {
+            Some(bytes) => {
+                let windows = (bytes / context.max(1)).max(2);
+                spread_perplexity(model, &text.held_out, context, windows, device)
+            }
+            None => {
+                let part = match held_out.len() > context {
+                    true => held_out,
+                    false => &text.held_out[..],
+                };
+                perplexity(model, part, context, device)
+            }
         };
-        match perplexity(model, part, reach * length, device) {
+        let reach = context as f64 / length as f64;
+        let context = format!("{context} ({reach}×)");
+        match found {
             Ok(found) => {
                 println!(
                     "{context:>14}  {:>8}  {:>8.3}  {:>12.3}",
@@ -570,11 +616,11 @@ fn print_reach(model: &Llama, text: &Text, length: usize, device: &Device) -> Re
                 whole.push((reach, found.whole));
             }
             // A learned table ends, or the held-out text is too short: the others still tell something.
-            Err(error) if reach > 1 => println!("{context:>14}  {}", message(&error)),
+            Err(error) if reach > 1. => println!("{context:>14}  {}", message(&error)),
             Err(error) => return Err(error),
         }
     }
-    if let [(_, short), .., (reach, long)] = whole[..] {
+    if let [(first, short), .., (reach, long)] = whole[..] {
         let ratio = long / short;
         let verdict = match ratio {
             r if r < 0.99 => "longer contexts helped",
@@ -582,7 +628,7 @@ fn print_reach(model: &Llama, text: &Text, length: usize, device: &Device) -> Re
             _ => "longer contexts got worse",
         };
         println!(
-            "Perplexity at {reach}× the training length is {ratio:.3} times that at 1×: {verdict}."
+            "Perplexity at {reach}× the training length is {ratio:.3} times that at {first}×: {verdict}."
         );
     }
     Ok(())
@@ -617,6 +663,7 @@ mod tests {
             (["--width", "10000000000000000000"], "--width"),
             (["--layers", "10000000000"], "--layers"),
             (["--config", "no such file"], "no such file"),
+            (["--norm-epsilon", "nan"], "--norm-epsilon"),
         ] {
             let told_of = message(&model_config(&options(&words)).unwrap_err());
             assert!(told_of.contains(told), "{words:?}: {told_of}");
@@ -641,7 +688,7 @@ mod tests {
             assert!(told_of.contains(told), "{words:?}: {told_of}");
             assert_eq!(told_of.lines().count(), 1, "{told_of}");
         }
-        for name in ["constant", "linear", "cosine", "stable"] {
+        for name in ["constant", "linear", "cosine", "whole-cosine", "stable"] {
             for steps in ["1", "2", "7", "5000"] {
                 let words = ["--schedule", name, "--steps", steps];
                 recipe(&options(&words)).unwrap().validate().unwrap();
@@ -714,6 +761,31 @@ mod tests {
         };
         let (first, second) = (losses(&first), losses(&second));
         assert!(first[0] > 5.4 && second[0] < 4., "{first:?} {second:?}");
+        Ok(())
+    }
+
+    #[test]
+    fn run_reads_the_contexts_that_are_asked_for() -> Result<()> {
+        let few = [
+            "--toy",
+            "--steps",
+            "2",
+            "--held-out",
+            "5000",
+            "--read",
+            "512",
+        ];
+        run(&options(
+            &[&few[..], &["--contexts", "32", "48", "700"]].concat(),
+        ))?;
+        // A window that does not fit says so, unless it is of the training length.
+        run(&options(
+            &[&few[..], &["--contexts", "32", "5000"]].concat(),
+        ))?;
+        let error = run(&options(&[&few[..], &["--contexts", "0"]].concat())).unwrap_err();
+        assert!(message(&error).contains("no window of 0"), "{error}");
+        let error = run(&options(&["--toy", "--held-out", "9"])).unwrap_err();
+        assert!(message(&error).contains("cannot be held out"), "{error}");
         Ok(())
     }
 

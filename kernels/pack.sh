@@ -3,8 +3,8 @@
 #
 #   kernels/pack.sh FILE.tar.xz [CARGO_TARGET...]
 #
-# CARGO_TARGETs are those of `cargo build`; by default
-#   --test cuda --test golden --bench cuda --example train --example generate
+# CARGO_TARGETs are those of `cargo build`, and --lib for the library's unit tests; by default
+#   --lib --test cuda --test golden --bench cuda --example train --example generate
 # On the other machine: tar xf FILE.tar.xz && candle-posenc-gpu/run.sh
 #
 # Building needs nvcc, or `source FOLDER/activate` of what kernels/toolkit.sh made in FOLDER.
@@ -19,7 +19,7 @@ esac
 file=$(realpath -m "$1")
 shift
 targets=("$@")
-[ ${#targets[@]} -gt 0 ] || targets=(--test cuda --test golden --bench cuda --example train --example generate)
+[ ${#targets[@]} -gt 0 ] || targets=(--lib --test cuda --test golden --bench cuda --example train --example generate)
 most=$((60 * 1000 * 1000))
 cd "$(dirname "$0")/.."
 for tool in cargo python3 strip tar xz; do
@@ -33,6 +33,9 @@ mkdir -p "$packed"
 
 # Cargo tells one message a line; what it tells people goes to standard error.
 cargo build --release --features cuda --message-format=json-render-diagnostics "${targets[@]}" > "$work/messages"
+case " ${targets[*]} " in
+*" --lib "*) cargo test --no-run --release --features cuda --message-format=json-render-diagnostics --lib >> "$work/messages" ;;
+esac
 python3 - "$work/messages" > "$work/made" <<'PYTHON'
 import json, sys
 for line in open(sys.argv[1]):

@@ -29,9 +29,36 @@ pub fn perplexity<T: Copy + Into<u32>>(
     length: usize,
     device: &Device,
 ) -> Result<Perplexity> {
-    let starts: Vec<usize> = (0..text.len().saturating_sub(length))
-        .step_by(length.max(1))
-        .collect();
+    let starts = (0..text.len().saturating_sub(length)).step_by(length.max(1));
+    perplexity_from(model, text, length, starts.collect(), device)
+}
+
+/// The same of `windows` windows that begin at equal distances, from the text's first token on.
+///
+/// # Errors
+/// As [`perplexity`].
+pub fn spread_perplexity<T: Copy + Into<u32>>(
+    model: &Llama,
+    text: &[T],
+    length: usize,
+    windows: usize,
+    device: &Device,
+) -> Result<Perplexity> {
+    let room = text.len().saturating_sub(length.saturating_add(1));
+    let starts = match text.len() > length {
+        true => (0..windows).map(|i| i * room / windows).collect(),
+        false => Vec::new(),
+    };
+    perplexity_from(model, text, length, starts, device)
+}
+
+fn perplexity_from<T: Copy + Into<u32>>(
+    model: &Llama,
+    text: &[T],
+    length: usize,
+    starts: Vec<usize>,
+    device: &Device,
+) -> Result<Perplexity> {
     if starts.is_empty() || length == 0 {
         bail!(
             "no window of {length} fits the {} held out, and one behind it",
@@ -110,6 +137,11 @@ mod tests {
         assert_eq!(perplexity(&model, &bytes, 255, &device)?.windows, 1);
         assert!(perplexity(&model, &bytes, 256, &device).is_err());
         assert!(perplexity(&model, &bytes, 0, &device).is_err());
+        let spread = |windows| spread_perplexity(&model, &bytes, 100, windows, &device);
+        assert_eq!(spread(7)?.windows, 7);
+        assert!((spread(7)?.whole - 300.).abs() < 0.1);
+        assert!(spread(0).is_err());
+        assert!(spread_perplexity(&model, &bytes, 256, 2, &device).is_err());
         Ok(())
     }
 

@@ -13,7 +13,7 @@ const MADE_SEED: u64 = 1;
 pub struct Text {
     pub name: String,
     pub training: Vec<u8>,
-    /// The last tenth.
+    /// The last tenth, or as many bytes as were asked for.
     pub held_out: Vec<u8>,
 }
 
@@ -21,6 +21,11 @@ impl Text {
     /// The files joined, or the made text where there are none. Both parts hold at least a window of `length`
     /// bytes and the byte after it.
     pub fn open(files: &[PathBuf], length: usize) -> Result<Self> {
+        Self::holding_out(files, length, None)
+    }
+
+    /// The same with the last `held_out` bytes held out.
+    pub fn holding_out(files: &[PathBuf], length: usize, held_out: Option<usize>) -> Result<Self> {
         let (name, mut training) = match files {
             [] => (
                 "made, see examples/common/tales.rs".to_string(),
@@ -42,7 +47,16 @@ impl Text {
                 training.len()
             )
         }
-        let held_out = training.split_off(training.len() - training.len() / 10);
+        let all = training.len();
+        let held_out = match held_out {
+            None => all / 10,
+            Some(held_out) if held_out > length && all.saturating_sub(held_out) > length => held_out,
+            Some(held_out) => bail!(
+                "{name}: of {all} bytes {held_out} cannot be held out: both parts need at least {} for a length of {length}",
+                length.saturating_add(1)
+            ),
+        };
+        let held_out = training.split_off(all - held_out);
         Ok(Self {
             name,
             training,
@@ -104,6 +118,14 @@ mod tests {
         assert!(refused.is_some_and(|e| e.contains("329 bytes are too few")));
         let opened = Text::open(&files, 31)?;
         assert_eq!((opened.training.len(), opened.held_out.len()), (297, 32));
+        let opened = Text::holding_out(&files, 31, Some(100))?;
+        assert_eq!((opened.training.len(), opened.held_out.len()), (229, 100));
+        for most in [31, 298, 329, 1000] {
+            let refused = Text::holding_out(&files, 31, Some(most))
+                .err()
+                .map(|e| e.to_string());
+            assert!(refused.is_some_and(|e| e.contains("cannot be held out")));
+        }
         std::fs::remove_file(&files[0]).map_err(|e| about(&files[0], e))
     }
 }

@@ -120,7 +120,14 @@ const PLAIN: &[(&str, &str)] = &[
     ("attend_delta", "attend_delta.cu"),
     ("attend_merge", "attend_merge.cu"),
     ("attend_simt_delta", "attend_simt_delta.cu"),
+    ("copy_rows", "copy_rows.cu"),
+    ("cross_entropy", "cross_entropy.cu"),
+    ("embedding", "embedding.cu"),
+    ("heads", "heads.cu"),
+    ("optimiser", "optimiser.cu"),
+    ("rms_norm", "rms_norm.cu"),
     ("rotate", "rotate.cu"),
+    ("swiglu", "swiglu.cu"),
     ("tape", "tape.cu"),
 ];
 

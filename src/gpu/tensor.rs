@@ -83,6 +83,10 @@ pub(crate) fn on_gpu(x: &Tensor) -> OnGpu<'_, impl Deref<Target = Storage> + '_>
 }
 
 impl<Guard: Deref<Target = Storage>> OnGpu<'_, Guard> {
+    pub fn operand(&self) -> Result<(&CudaStorage, &Layout)> {
+        self.placed().map(|x| (x.storage, x.layout))
+    }
+
     pub fn placed(&self) -> Result<Placed<'_>> {
         match &*self.storage {
             Storage::Cuda(storage) => Ok(Placed {

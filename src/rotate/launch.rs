@@ -1,7 +1,7 @@
 //! What the kernels of `kernels/rotate.cu` are given, decided without a GPU.
 
 use super::Layout;
-use crate::gpu::{Launch, Strided, RUN_BYTES};
+use crate::gpu::{countable, Launch, Strided, RUN_BYTES};
 use candle_core::{bail, DType, Result};
 
 /// Threads in a block.
@@ -138,7 +138,7 @@ impl Sizes {
     pub fn turn(&self, run: usize) -> Result<Launch> {
         let [batch, _, len, _] = self.x;
         let [_, all] = self.chunks(run);
-        let parts = len.saturating_mul(all).div_ceil(THREADS);
+        let parts = countable(len.saturating_mul(all))?.div_ceil(THREADS);
         let pieces = self.group().div_ceil(HEADS);
         let blocks = [pieces, self.table[1], batch]
             .iter()
@@ -153,7 +153,7 @@ impl Sizes {
         let chunks = if with_out { all } else { turning };
         let slices = self.slices(chunks);
         let [rows, heads, len, _] = self.table;
-        let parts = len.saturating_mul(chunks).div_ceil(THREADS / slices);
+        let parts = countable(len.saturating_mul(chunks))?.div_ceil(THREADS / slices);
         let blocks = parts.saturating_mul(rows).saturating_mul(heads);
         Ok((slices as i32, Launch::new(blocks, 1, THREADS, 0)?))
     }

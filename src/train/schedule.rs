@@ -46,6 +46,18 @@ pub enum Schedule {
         #[serde(default)]
         floor: f64,
     },
+    /// Half a cosine down over the whole run, times a warm-up: it falls already while it warms up, and never quite
+    /// reaches the peak.
+    WholeCosine {
+        /// What the cosine begins with.
+        peak: f64,
+        /// Steps of warm-up.
+        #[serde(default)]
+        warm_up: usize,
+        /// Where the fall ends, in parts of the peak.
+        #[serde(default)]
+        floor: f64,
+    },
     /// A warm-up, the peak, and a straight line down over the last `decay` steps (Hu et al., arXiv 2404.06395, §4.2;
     /// their fall is exponential, the straight one is Hägele et al.'s, arXiv 2405.18392).
     Stable {
@@ -78,6 +90,23 @@ impl Schedule {
                 warm_up,
                 floor,
             } => (peak, warm_up, floor, warm_up),
+            Self::WholeCosine {
+                peak,
+                warm_up,
+                floor,
+            } => {
+                let rising = Self::Linear {
+                    peak: 1.,
+                    warm_up,
+                    floor: 1.,
+                };
+                let falling = Self::Cosine {
+                    peak,
+                    warm_up: 0,
+                    floor,
+                };
+                return rising.rate(step, steps) * falling.rate(step, steps);
+            }
             Self::Stable {
                 peak,
                 warm_up,
@@ -112,6 +141,11 @@ impl Schedule {
                 floor,
             }
             | Self::Cosine {
+                peak,
+                warm_up,
+                floor,
+            }
+            | Self::WholeCosine {
                 peak,
                 warm_up,
                 floor,
@@ -170,6 +204,12 @@ mod tests {
         };
         // cos 60° = 1/2, cos 120° = −1/2.
         assert_near(&rates(cosine, 4), &[1., 1., 0.8, 0.4, 0.2, 0.2]);
+        let whole = Schedule::WholeCosine {
+            peak: 1.,
+            warm_up: 2,
+            floor: 0.2,
+        };
+        assert_near(&rates(whole, 3), &[0.5, 0.8, 0.4, 0.2, 0.2]);
         let stable = Schedule::Stable {
             peak: 4.,
             warm_up: 2,
@@ -226,6 +266,7 @@ mod tests {
             r#"{"type":"constant","peak":0.001}"#,
             r#"{"type":"linear","peak":0.001,"warm_up":3,"floor":0.1}"#,
             r#"{"type":"cosine","peak":0.001,"warm_up":3,"floor":0.1}"#,
+            r#"{"type":"whole_cosine","peak":0.001,"warm_up":3,"floor":0.1}"#,
             r#"{"type":"stable","peak":0.001,"warm_up":3,"decay":4,"floor":0.1}"#,
         ] {
             let schedule: Schedule = serde_json::from_str(text).unwrap();

@@ -2,14 +2,19 @@
 //!
 //! Buffers of just an output's size are laid side by side in device memory, all NaN; every other one is freed, so that
 //! the outputs of the call land in the gaps (their addresses say so). Then the output holds no NaN, and its
-//! neighbours hold nothing else.
+//! neighbours hold nothing else. Gradients are laid out so too; candle hands on copies of them, so that only their
+//! neighbours say where they were.
 
 #[cfg(not(feature = "cuda"))]
 pub fn tests() -> Vec<crate::Test> {
-    vec![crate::test("outputs_between_canaries", |_, report| {
-        report.skip("only on a GPU");
-        Ok(())
-    })]
+    ["outputs_between_canaries", "gradients_between_canaries"]
+        .map(|name| {
+            crate::test(name, |_, report| {
+                report.skip("only on a GPU");
+                Ok(())
+            })
+        })
+        .into()
 }
 
 #[cfg(feature = "cuda")]
@@ -20,11 +25,11 @@ mod on_gpu {
     use crate::reference::{Call, Dims, Fill, Inputs};
     use crate::report::Report;
     use crate::shapes::families;
-    use crate::target::{spec, Expected, Forward, Manner, Target};
+    use crate::target::{spec, Expected, Forward, Gradients, Manner, Target};
     use crate::{test, Test};
     use candle_core::cuda_backend::cudarc::driver::{CudaStream, DevicePtr};
-    use candle_core::{DType, Device, Result, Storage, Tensor};
-    use candle_posenc::attend_with_lse;
+    use candle_core::{DType, Device, Result, Storage, Tensor, Var};
+    use candle_posenc::{attend, attend_with_lse};
 
     pub fn tests() -> Vec<Test> {
         let mut tests = Vec::new();
@@ -67,6 +72,23 @@ mod on_gpu {
                         report.check(landed > 0, || {
                             "the allocator put no output between canaries".to_string()
                         });
+                        Ok(())
+                    },
+                ));
+                tests.push(test(
+                    format!("gradients_between_canaries_{name}_{dtype:?}"),
+                    move |target, report| {
+                        let Device::Cuda(device) = target.device() else {
+                            report.skip("only on a GPU");
+                            return Ok(());
+                        };
+                        let stream = device.cuda_stream();
+                        // Of q, k, v and the output each as long as the others.
+                        for (n, d) in [(129, 64), (65, 128), (33, 256), (40, 40), (33, 20)] {
+                            let (_, score, manner) = families(4, d, dtype).swap_remove(i);
+                            let call = Call::causal(Dims::square(4, 4, n, d)).with_score(score);
+                            gradients_between_canaries(target, &stream, &call, manner, report)?;
+                        }
                         Ok(())
                     },
                 ));
@@ -116,7 +138,36 @@ mod on_gpu {
         attend_with_lse(&q, &k, &v, &spec)?;
 
         let elements: usize = dims.out().iter().product();
-        let bytes = (elements * manner.dtype.size_in_bytes()).next_multiple_of(512);
+        let Laid { gaps, canaries } = lay(
+            target,
+            stream,
+            elements * manner.dtype.size_in_bytes(),
+            report,
+        )?;
+        let result = attend_with_lse(&q, &k, &v, &spec)?;
+        let at = address(&result.out, stream)?;
+        let got = Forward {
+            out: crate::reference::values(&result.out)?,
+            lse: crate::reference::values(&result.lse)?,
+        };
+        expected.hold("an output between canaries", &got, report);
+        hold_canaries(canaries, report)?;
+        Ok(gaps.contains(&at))
+    }
+    /// Buffers side by side, every other one freed.
+    struct Laid {
+        gaps: Vec<u64>,
+        canaries: Vec<(u64, Tensor)>,
+    }
+
+    /// Lays out buffers of a size in bytes.
+    fn lay(
+        target: &Target,
+        stream: &CudaStream,
+        bytes: usize,
+        report: &mut Report,
+    ) -> Result<Laid> {
+        let bytes = bytes.next_multiple_of(512);
         let mut buffers: Vec<(u64, Tensor)> = (0..BUFFERS)
             .map(|_| {
                 let buffer = Tensor::full(f32::NAN, bytes / 4, target.device())?;
@@ -142,13 +193,10 @@ mod on_gpu {
         report.check(gaps.len() > BUFFERS / 4, || {
             format!("only {} of {BUFFERS} buffers lie side by side", gaps.len())
         });
-        let result = attend_with_lse(&q, &k, &v, &spec)?;
-        let at = address(&result.out, stream)?;
-        let got = Forward {
-            out: crate::reference::values(&result.out)?,
-            lse: crate::reference::values(&result.lse)?,
-        };
-        expected.hold("an output between canaries", &got, report);
+        Ok(Laid { gaps, canaries })
+    }
+
+    fn hold_canaries(canaries: Vec<(u64, Tensor)>, report: &mut Report) -> Result<()> {
         for (place, canary) in canaries {
             let words = canary.to_vec1::<f32>()?;
             let changed = words
@@ -156,9 +204,53 @@ mod on_gpu {
                 .filter(|x| x.to_bits() != f32::NAN.to_bits())
                 .count();
             report.check(changed == 0, || {
-                format!("{changed} words at {place:#x} were written over; the output is at {at:#x}")
+                format!("{changed} words at {place:#x} were written over")
             });
         }
-        Ok(gaps.contains(&at))
+        Ok(())
+    }
+
+    fn gradients_between_canaries(
+        target: &Target,
+        stream: &CudaStream,
+        call: &Call,
+        manner: Manner,
+        report: &mut Report,
+    ) -> Result<()> {
+        let dims = call.dims;
+        let inputs = Inputs::new(dims, Fill::Normal, 71, manner.dtype);
+        let expected = Expected::with_gradients(call, &inputs, manner.dtype);
+        let operands = target.operands(call, &inputs, manner)?;
+        let spec = spec(call, manner)?;
+        target.counted_plan(operands.each_ref(), &spec, report)?;
+        let vars: Vec<Var> = operands
+            .iter()
+            .map(Var::from_tensor)
+            .collect::<Result<_>>()?;
+        let grad = crate::reference::tensor(&inputs.grad, dims.out(), manner.dtype)?
+            .to_device(target.device())?;
+        let out = attend(&vars[0], &vars[1], &vars[2], &spec)?;
+        let loss = (&out * &grad)?.sum_all()?;
+        // Tables are made by the first call and stay where they are.
+        loss.backward()?;
+        let bytes = out.elem_count() * manner.dtype.size_in_bytes();
+        let Laid { canaries, .. } = lay(target, stream, bytes, report)?;
+        let gradients = loss.backward()?;
+        let mut of = [None, None, None];
+        for (var, of) in vars.iter().zip(&mut of) {
+            *of = gradients
+                .get(var)
+                .map(crate::reference::values)
+                .transpose()?;
+        }
+        report.check(of.iter().all(Option::is_some), || {
+            "a gradient is missing".to_string()
+        });
+        let got = Gradients {
+            out: crate::reference::values(&out)?,
+            of,
+        };
+        expected.hold_gradients("gradients between canaries", &got, report);
+        hold_canaries(canaries, report)
     }
 }

@@ -35,6 +35,62 @@ fn all() -> BTreeSet<String> {
     all
 }
 
+/// Those of layers and of training, which no plan names.
+#[cfg(feature = "cuda")]
+fn outside_attention() -> Vec<String> {
+    let mut names = vec!["optimiser_gather".to_string()];
+    for dtype in ["f32", "f64", "bf16", "f16"] {
+        for kernel in [
+            "rms_norm_forward",
+            "rms_norm_backward",
+            "rms_norm_weight",
+            "swiglu_forward",
+            "swiglu_backward",
+            "embedding_pieces",
+            "embedding_rows",
+        ] {
+            names.push(format!("{kernel}_{dtype}"));
+        }
+    }
+    for dtype in ["f32", "f64"] {
+        for kernel in [
+            "cross_entropy_forward",
+            "cross_entropy_backward",
+            "optimiser_adamw",
+            "optimiser_squares",
+        ] {
+            names.push(format!("{kernel}_{dtype}"));
+        }
+    }
+    for bytes in [2, 4, 8, 16] {
+        names.push(format!("copy_rows_{bytes}"));
+    }
+    names
+}
+
+/// Those that no plan names: of backward passes, and what puts the parts of a split together.
+fn behind_plans() -> BTreeSet<String> {
+    let mut all = BTreeSet::new();
+    for dtype in ["bf16", "f16"] {
+        all.insert(format!("attend_merge_{dtype}"));
+        all.insert(format!("attend_delta_{dtype}"));
+        for tile in tiles::BACKWARD {
+            for side in ["keys", "queries"] {
+                all.insert(format!("{}_{side}_{dtype}", tile.name()));
+            }
+        }
+    }
+    for dtype in tiles::SIMT_DTYPES {
+        all.insert(format!("attend_simt_delta_{dtype}"));
+        for score in tiles::SIMT_SCORES {
+            for side in ["keys", "queries"] {
+                all.insert(format!("attend_simt_backward_{score}_{side}_{dtype}"));
+            }
+        }
+    }
+    all
+}
+
 pub fn tests() -> Vec<Test> {
     vec![test("every_kernel_loads_without_local_memory", loads)]
 }
@@ -45,6 +101,37 @@ fn loads(_: &Target, report: &mut Report) -> Result<()> {
     Ok(())
 }
 
+/// Those of rotation, of TAPE's state and of heads put side by side.
+#[cfg(feature = "cuda")]
+fn beside_attention() -> Vec<String> {
+    let named = |kernels: &[&str], types: &[&str]| -> Vec<String> {
+        let pairs = kernels
+            .iter()
+            .flat_map(|kernel| types.iter().map(move |x| (kernel, x)));
+        pairs.map(|(kernel, x)| kernel.replace('*', x)).collect()
+    };
+    let all = ["bf16", "f16", "f32", "f64"];
+    let sums = ["f32", "f64"];
+    let bits = ["16", "32", "64"];
+    [
+        named(&["rotate_turn_*", "rotate_turn_*_runs"], &all),
+        named(&["rotate_gradient_*", "rotate_gradient_*_runs"], &all),
+        named(&["tape_pack_*", "tape_pack_*_runs"], &all),
+        named(&["tape_unpack_*", "tape_unpack_*_runs"], &all),
+        named(&["tape_update_*", "tape_update_gradient_*"], &all),
+        named(&["tape_gate_*", "tape_gate_gradient_*"], &all),
+        named(&["tape_sums_*", "tape_normalize_*"], &sums),
+        named(
+            &["tape_normalize_*_runs", "tape_normalize_gradient_*"],
+            &sums,
+        ),
+        named(&["tape_normalize_gradient_*_runs"], &sums),
+        named(&["heads_join_*", "heads_join_*_runs"], &bits),
+        named(&["heads_part_*", "heads_part_*_runs"], &bits),
+    ]
+    .concat()
+}
+
 #[cfg(feature = "cuda")]
 fn loads(target: &Target, report: &mut Report) -> Result<()> {
     use candle_posenc::attend::kernel_resources;
@@ -53,10 +140,13 @@ fn loads(target: &Target, report: &mut Report) -> Result<()> {
         report.skip("only on a GPU");
         return Ok(());
     }
-    let merges = ["attend_merge_bf16", "attend_merge_f16"].map(str::to_string);
+    let others = behind_plans()
+        .into_iter()
+        .chain(beside_attention())
+        .chain(outside_attention());
     let mut most: (usize, String) = Default::default();
     let mut images = BTreeSet::new();
-    for kernel in all().into_iter().chain(merges) {
+    for kernel in all().into_iter().chain(others) {
         match kernel_resources(target.device(), &kernel) {
             Ok(resources) => {
                 report.check(resources.local_bytes == 0, || {
@@ -91,6 +181,31 @@ pub fn coverage() -> Vec<Test> {
         for kernel in ran.keys() {
             report.check(all().contains(kernel), || format!("{kernel} is in no list"));
         }
+        let launched = launched(target);
+        for kernel in behind_plans().iter().filter(|_| target.is_gpu()) {
+            report.check(launched.contains(kernel), || {
+                format!("{kernel} has not run")
+            });
+        }
+        for kernel in launched.iter().filter(|name| name.starts_with("attend_")) {
+            report.check(
+                all().contains(kernel) || behind_plans().contains(kernel),
+                || format!("{kernel} was launched and is in no list"),
+            );
+        }
         Ok(())
     })]
+}
+
+/// The kernels that were launched, whoever asked for them.
+#[cfg(feature = "cuda")]
+fn launched(_: &Target) -> BTreeSet<String> {
+    candle_posenc::attend::kernel_launches()
+        .into_keys()
+        .collect()
+}
+
+#[cfg(not(feature = "cuda"))]
+fn launched(_: &Target) -> BTreeSet<String> {
+    BTreeSet::new()
 }

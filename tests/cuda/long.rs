@@ -6,7 +6,7 @@ use crate::report::Report;
 use crate::shapes::{consecutive, phase};
 use crate::target::{Expected, Forward, Manner, Target};
 use crate::{test, Test};
-use candle_core::{DType, Result, Tensor};
+use candle_core::{DType, Result, Tensor, Var};
 use candle_posenc::{attend, attend_with_lse, AttendSpec, Backend, Score};
 
 pub fn tests() -> Vec<Test> {
@@ -53,6 +53,14 @@ pub fn tests() -> Vec<Test> {
     tests.push(test(
         "tensors_beyond_2_31_elements_equal_their_parts",
         offsets_beyond_32_bits,
+    ));
+    tests.push(test(
+        "memory_of_gradients_is_linear_to_131072_tokens",
+        memory_of_gradients,
+    ));
+    tests.push(test(
+        "gradients_of_tensors_beyond_2_31_elements_equal_their_parts",
+        gradients_beyond_32_bits,
     ));
     tests
 }
@@ -275,6 +283,119 @@ fn offsets_beyond_32_bits(target: &Target, report: &mut Report) -> Result<()> {
         let difference = (few.to_dtype(DType::F32)? - want.to_dtype(DType::F32)?)?.abs()?;
         let worst = f64::from(difference.flatten_all()?.max(0)?.to_scalar::<f32>()?);
         report.compare(format!("{score:?} decoded at the end"), worst, 0.02);
+    }
+    Ok(())
+}
+
+/// Tensors of an output's size that candle and we may hold at once in a backward pass.
+const HELD: usize = 24;
+
+fn memory_of_gradients(target: &Target, report: &mut Report) -> Result<()> {
+    if !target.is_gpu() {
+        report.skip("only on a GPU");
+        return Ok(());
+    }
+    let (h, d) = (4, 64);
+    for (name, dtype, longest, score) in [
+        ("dot", DType::BF16, 131_072, Score::Dot),
+        ("bias", DType::BF16, 131_072, linear_bias(h)),
+        ("phase", DType::BF16, 131_072, phase(d / 2)),
+        ("phase in f32", DType::F32, 32_768, phase(d / 2)),
+    ] {
+        for n in [longest / 4, longest] {
+            let var = || -> Result<Var> {
+                let x = Tensor::randn(0f32, 1., (1, h, n, d), target.device())?;
+                Var::from_tensor(&x.to_dtype(dtype)?)
+            };
+            let (q, k, v, grad) = (var()?, var()?, var()?, var()?);
+            let spec = AttendSpec::causal()
+                .with_score(score.clone())
+                .with_backend(Backend::Fused);
+            target.counted_plan([&q, &k, &v], &spec, report)?;
+            target.device().synchronize()?;
+            let before = free_bytes(target)?;
+            // Not of a sum: candle sums all of a tensor with one block.
+            let gradients = (attend(&q, &k, &v, &spec)? * grad.as_detached_tensor())?.backward()?;
+            let after = free_bytes(target)?;
+            target.device().synchronize()?;
+            let Some((before, after)) = before.zip(after) else {
+                candle_core::bail!("the driver does not say how much memory is left")
+            };
+            let all = [&q, &k, &v].iter().all(|x| gradients.get(x).is_some());
+            report.check(all, || format!("{name}: a gradient is missing"));
+            let taken = before.saturating_sub(after);
+            let allowed = HELD * q.elem_count() * dtype.size_in_bytes() + (64 << 20);
+            report.compare(
+                format!("{name}: bytes taken for {n} tokens"),
+                taken as f64,
+                allowed as f64,
+            );
+        }
+    }
+    Ok(())
+}
+
+/// Content in the last tokens of the last head of tensors that are 0 elsewhere, against the same content alone.
+fn gradients_beyond_32_bits(target: &Target, report: &mut Report) -> Result<()> {
+    if !target.is_gpu() {
+        report.skip("only on a GPU");
+        return Ok(());
+    }
+    let (h, n, d, part, window) = (33, 1 << 19, 128, 4096, 300);
+    let dtype = DType::BF16;
+    let content = |seed: u64| -> Result<Tensor> {
+        let dims = Dims::square(1, 1, part, d);
+        let inputs = Inputs::new(dims, Fill::Normal, seed, dtype);
+        crate::reference::tensor(&inputs.q, dims.q(), dtype)?.to_device(target.device())
+    };
+    let large = |piece: &Tensor| -> Result<Tensor> {
+        let large = Tensor::zeros((h * n, d), dtype, target.device())?;
+        large.slice_set(&piece.reshape((part, d))?, 0, h * n - part)?;
+        large.reshape((1, h, n, d))
+    };
+    let gradients = |pieces: &[Tensor], spec: &AttendSpec| -> Result<Vec<Tensor>> {
+        let vars: Vec<Var> = pieces[..3]
+            .iter()
+            .map(Var::from_tensor)
+            .collect::<Result<_>>()?;
+        let out = attend(&vars[0], &vars[1], &vars[2], spec)?;
+        let store = (out * &pieces[3])?.backward()?;
+        // The end of the last head is all that is looked at.
+        let of = |var: &Var| match store.get(var) {
+            Some(x) => {
+                let (_, heads, tokens, _) = x.dims4()?;
+                let kept = part - 2 * window;
+                let end = x.narrow(1, heads - 1, 1)?.narrow(2, tokens - kept, kept)?;
+                end.to_dtype(DType::F32)?.contiguous()
+            }
+            None => candle_core::bail!("a gradient is missing"),
+        };
+        vars.iter().map(of).collect()
+    };
+    let pieces = [content(1)?, content(2)?, content(3)?, content(4)?];
+    for score in [Score::Dot, phase(64)] {
+        let spec = AttendSpec {
+            window: Some(window),
+            ..AttendSpec::causal()
+                .with_score(score.clone())
+                .with_backend(Backend::Fused)
+        };
+        let want = gradients(&pieces, &spec)?;
+        let wide: Vec<Tensor> = pieces.iter().map(large).collect::<Result<_>>()?;
+        let got = gradients(&wide, &spec)?;
+        for (name, (got, want)) in ["dq", "dk", "dv"].into_iter().zip(got.iter().zip(&want)) {
+            let most = |x: &Tensor| -> Result<f64> {
+                Ok(f64::from(
+                    x.abs()?.flatten_all()?.max(0)?.to_scalar::<f32>()?,
+                ))
+            };
+            let off = most(&(got - want)?)?;
+            report.compare(
+                format!("{name}, {score:?} at the end"),
+                off,
+                0.02 * most(want)?,
+            );
+        }
     }
     Ok(())
 }

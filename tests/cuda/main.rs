@@ -18,6 +18,7 @@ mod canaries;
 mod cases;
 mod gradients;
 mod kernels;
+mod layers;
 mod long;
 mod models;
 mod phase;
@@ -26,7 +27,10 @@ mod report;
 mod rotate;
 mod shapes;
 mod small;
+mod tape;
 mod target;
+mod training;
+mod training_ops;
 
 use candle_core::{Device, Result};
 use report::Report;
@@ -68,7 +72,11 @@ fn tests(small: bool) -> Vec<Test> {
         canaries::tests(),
         gradients::tests(),
         rotate::tests(),
+        tape::tests(),
+        layers::tests(),
+        training_ops::tests(),
         models::tests(),
+        training::tests(),
         repeats::tests(),
         long::tests(),
         // After all others: which kernels have run.

@@ -1,12 +1,12 @@
 //! Equal bits on every run, alone and beside a stream that keeps the memory busy.
 
-use crate::reference::{Call, Dims, Fill, Inputs};
+use crate::reference::{tensor, Call, Dims, Fill, Inputs};
 use crate::report::Report;
 use crate::shapes::families;
 use crate::target::{spec, Manner, Target};
 use crate::{test, Test};
-use candle_core::{DType, Result, Tensor};
-use candle_posenc::attend_with_lse;
+use candle_core::{DType, Result, Tensor, Var};
+use candle_posenc::{attend, attend_with_lse};
 
 const REPEATS: usize = 200;
 
@@ -40,21 +40,33 @@ pub fn tests() -> Vec<Test> {
                         let call = Call::causal(dims).with_score(score);
                         repeat(target, &call, manner, report)?;
                     }
-                    // Many tiles that are skipped, and parts of the keys without a key.
-                    let dims = Dims {
-                        b: 2,
-                        ..Dims::square(4, 2, 400, 64)
-                    };
-                    let (_, score, manner) = families(4, 64, dtype).swap_remove(i);
-                    let places = vec![(0..400)
-                        .map(|i| if i % 50 < 20 { -1 } else { i % 130 })
-                        .collect()];
-                    let documents = vec![(0..400).map(|i| i / 130).collect::<Vec<i64>>()];
-                    let mut call = Call::causal(dims)
-                        .with_score(score)
-                        .with_positions(places.clone(), places);
-                    call.segments = Some((documents.clone(), documents));
-                    repeat(target, &call, manner, report)
+                    repeat(target, &scattered(i, dtype), manner_of(i, dtype), report)
+                },
+            ));
+            tests.push(test(
+                format!("gradient_repeats_are_bit_equal_{name}_{dtype:?}"),
+                move |target, report| {
+                    for (t, s, d, e) in [
+                        (515, 515, 64, 64),
+                        (200, 400, 128, 128),
+                        (260, 260, 64, 128),
+                        (130, 130, 128, 256),
+                        (130, 130, 256, 256),
+                        (3, 700, 64, 64),
+                        (70, 70, 33, 20),
+                    ] {
+                        let (_, score, manner) = families(8, d, dtype).swap_remove(i);
+                        let dims = Dims {
+                            t,
+                            s,
+                            e,
+                            ..Dims::square(8, 2, 0, d)
+                        };
+                        let call = Call::causal(dims).with_score(score);
+                        repeat_gradients(target, &call, manner, report)?;
+                    }
+                    let call = scattered(i, dtype);
+                    repeat_gradients(target, &call, manner_of(i, dtype), report)
                 },
             ));
         }
@@ -62,17 +74,84 @@ pub fn tests() -> Vec<Test> {
     tests
 }
 
+/// The manner in which the family of this number is asked for.
+fn manner_of(family: usize, dtype: DType) -> Manner {
+    families(4, 64, dtype).swap_remove(family).2
+}
+
+/// Many tiles that are skipped, and parts of the keys without a key.
+fn scattered(family: usize, dtype: DType) -> Call {
+    let dims = Dims {
+        b: 2,
+        ..Dims::square(4, 2, 400, 64)
+    };
+    let (_, score, _) = families(4, 64, dtype).swap_remove(family);
+    let places = vec![(0..400)
+        .map(|i| if i % 50 < 20 { -1 } else { i % 130 })
+        .collect()];
+    let documents = vec![(0..400).map(|i| i / 130).collect::<Vec<i64>>()];
+    let mut call = Call::causal(dims)
+        .with_score(score)
+        .with_positions(places.clone(), places);
+    call.segments = Some((documents.clone(), documents));
+    call
+}
+
 fn repeat(target: &Target, call: &Call, manner: Manner, report: &mut Report) -> Result<()> {
     let inputs = Inputs::new(call.dims, Fill::Normal, 90, manner.dtype);
     let [q, k, v] = target.operands(call, &inputs, manner)?;
     let spec = spec(call, manner)?;
     target.counted_plan([&q, &k, &v], &spec, report)?;
-    let once = || -> Result<[Vec<u32>; 2]> {
+    let once = || -> Result<Vec<Vec<u32>>> {
         let result = attend_with_lse(&q, &k, &v, &spec)?;
-        Ok([bits(&result.out)?, bits(&result.lse)?])
+        Ok(vec![bits(&result.out)?, bits(&result.lse)?])
     };
+    hold_repeats(
+        target,
+        &crate::target::describe(call, manner),
+        &once,
+        report,
+    )
+}
+
+/// Forward and backward.
+fn repeat_gradients(
+    target: &Target,
+    call: &Call,
+    manner: Manner,
+    report: &mut Report,
+) -> Result<()> {
+    let inputs = Inputs::new(call.dims, Fill::Normal, 91, manner.dtype);
+    let operands = target.operands(call, &inputs, manner)?;
+    let spec = spec(call, manner)?;
+    target.counted_plan(operands.each_ref(), &spec, report)?;
+    let vars: Vec<Var> = operands
+        .iter()
+        .map(Var::from_tensor)
+        .collect::<Result<_>>()?;
+    let grad = tensor(&inputs.grad, call.dims.out(), manner.dtype)?.to_device(target.device())?;
+    let once = || -> Result<Vec<Vec<u32>>> {
+        let out = attend(&vars[0], &vars[1], &vars[2], &spec)?;
+        let gradients = (&out * &grad)?.sum_all()?.backward()?;
+        vars.iter()
+            .map(|var| gradients.get(var).map_or(Ok(Vec::new()), bits))
+            .collect()
+    };
+    let what = format!("gradients of {}", crate::target::describe(call, manner));
+    hold_repeats(target, &what, &once, report)
+}
+
+fn hold_repeats(
+    target: &Target,
+    what: &str,
+    once: &dyn Fn() -> Result<Vec<Vec<u32>>>,
+    report: &mut Report,
+) -> Result<()> {
     target.poison()?;
     let first = once()?;
+    report.check(first.iter().all(|bits| !bits.is_empty()), || {
+        format!("{what}: a result is missing")
+    });
     let repeats = if target.is_gpu() { REPEATS } else { 3 };
     let mut differ = 0;
     let hammer = hammer::Hammer::start(target)?;
@@ -84,10 +163,7 @@ fn repeat(target: &Target, call: &Call, manner: Manner, report: &mut Report) -> 
     }
     let copies = hammer.stop()?;
     report.check(differ == 0, || {
-        format!(
-            "{differ} of {repeats} runs differ: {}",
-            crate::target::describe(call, manner)
-        )
+        format!("{differ} of {repeats} runs differ: {what}")
     });
     report.check(copies > 0 || !target.is_gpu(), || {
         "the memory was not kept busy".to_string()

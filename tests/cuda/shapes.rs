@@ -369,9 +369,9 @@ fn amplitude_widths() -> Vec<Test> {
 }
 
 /// Positions and segments of `b` rows of `t` tokens, by name.
-type Placing = (&'static str, Rows, Option<Rows>);
+pub type Placing = (&'static str, Rows, Option<Rows>);
 
-fn placing(t: usize) -> Vec<Placing> {
+pub fn placing(t: usize) -> Vec<Placing> {
     let n = t as i64;
     let left = |pad: i64| (0..n).map(|i| i - pad).collect::<Vec<_>>();
     let right = |pad: i64| {
@@ -721,7 +721,7 @@ pub enum Course {
 }
 
 /// Kernels that rescale only beyond a threshold of 8 binary orders are led along it, above and below.
-const COURSES: [Course; 9] = [
+pub const COURSES: [Course; 9] = [
     Course::Slope(0.25),
     Course::Slope(-0.25),
     Course::Slope(0.02),
@@ -747,7 +747,7 @@ impl Course {
 
     /// Small normal content beside a first column whose product is the course; the phase's columns are so small that
     /// its cosine stays near 1.
-    fn inputs(self, dims: Dims, dtype: DType) -> Inputs {
+    pub fn inputs(self, dims: Dims, dtype: DType) -> Inputs {
         let normal = Inputs::new(dims, Fill::Normal, 60, dtype);
         let round = |x: f64| crate::reference::round_to(dtype, x);
         let small = |(i, x): (usize, &f64)| match i % dims.d {

@@ -2,10 +2,10 @@
 
 use crate::reference::{
     accumulator, deviation, store, tensor, unit_roundoff, values, Attention, Call, Inputs, Rows,
-    Storage,
+    Storage, Summed,
 };
 use crate::report::Report;
-use candle_core::{DType, Device, Result, Tensor};
+use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_posenc::{
     attend_with_lse, plan_problem, AttendSpec, Backend, DeviceKind, Path, Plan, Positions,
     Precision, Problem,
@@ -27,6 +27,20 @@ pub struct Forward {
     pub out: Vec<f64>,
     pub lse: Vec<f64>,
 }
+
+/// The output and its gradients, in the reference's order; an operand that is not tracked has none.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Gradients {
+    pub out: Vec<f64>,
+    /// Of q, k and v.
+    pub of: [Option<Vec<f64>>; 3],
+}
+
+/// Names of the gradients, for messages.
+const GRADIENTS: [&str; 3] = ["dq", "dk", "dv"];
+
+/// q, k and v all tracked.
+pub const ALL: [bool; 3] = [true; 3];
 
 /// How a call is made.
 #[derive(Debug, Clone, Copy)]
@@ -245,6 +259,66 @@ impl Target {
         })
     }
 
+    /// The fused path's output and gradients of those of q, k and v that are tracked, with every freed byte NaN before
+    /// each pass.
+    pub fn gradients(
+        &self,
+        call: &Call,
+        inputs: &Inputs,
+        manner: Manner,
+        tracked: [bool; 3],
+        report: &mut Report,
+    ) -> Result<Gradients> {
+        let contiguous = manner.stored([Storage::Contiguous; 3]);
+        let operands = self.operands(call, inputs, contiguous)?;
+        let vars: Vec<Option<Var>> = operands
+            .iter()
+            .zip(tracked)
+            .map(|(x, tracked)| tracked.then(|| Var::from_tensor(x)).transpose())
+            .collect::<Result<_>>()?;
+        let stored: Vec<Tensor> = (operands.iter().zip(&vars))
+            .zip(manner.storages)
+            .map(|((x, var), storage)| store(var.as_ref().map_or(x, |var| var), storage))
+            .collect::<Result<_>>()?;
+        let spec = spec(call, manner)?;
+        self.counted_plan([&stored[0], &stored[1], &stored[2]], &spec, report)?;
+        let grad = tensor(&inputs.grad, call.dims.out(), manner.dtype)?.to_device(&self.device)?;
+        self.poison()?;
+        let out = attend_with_lse(&stored[0], &stored[1], &stored[2], &spec)?.out;
+        let loss = (&out * &grad)?.sum_all()?;
+        self.poison()?;
+        let store = loss.backward()?;
+        let mut of = [None, None, None];
+        for (which, (var, of)) in vars.iter().zip(&mut of).enumerate() {
+            let Some(var) = var else { continue };
+            let Some(gradient) = store.get(var) else {
+                report.fault(format!("no {}", GRADIENTS[which]));
+                continue;
+            };
+            let same = gradient.dims() == var.dims() && gradient.dtype() == var.dtype();
+            report.check(same, || format!("{} is {gradient:?}", GRADIENTS[which]));
+            *of = Some(values(gradient)?);
+        }
+        Ok(Gradients {
+            out: values(&out)?,
+            of,
+        })
+    }
+
+    /// Output and gradients of one call held to the reference.
+    pub fn check_gradients(
+        &self,
+        call: &Call,
+        inputs: &Inputs,
+        manner: Manner,
+        report: &mut Report,
+    ) -> Result<Gradients> {
+        let expected = Expected::with_gradients(call, inputs, manner.dtype);
+        let got = self.gradients(call, inputs, manner, ALL, report)?;
+        expected.hold_gradients(&describe(call, manner), &got, report);
+        Ok(got)
+    }
+
     /// One call held to the reference.
     pub fn check(
         &self,
@@ -263,6 +337,8 @@ impl Target {
 /// What a call has to give, and what a plain implementation would.
 pub struct Expected {
     dtype: DType,
+    /// D and E.
+    widths: [usize; 2],
     exact: Attention,
     plain: Attention,
 }
@@ -271,8 +347,50 @@ impl Expected {
     pub fn of(call: &Call, inputs: &Inputs, dtype: DType) -> Self {
         Self {
             dtype,
+            widths: [call.dims.d, call.dims.e],
             exact: call.exact_forward(inputs),
             plain: call.plain_forward(inputs, dtype),
+        }
+    }
+
+    /// The same with gradients.
+    pub fn with_gradients(call: &Call, inputs: &Inputs, dtype: DType) -> Self {
+        Self {
+            dtype,
+            widths: [call.dims.d, call.dims.e],
+            exact: call.exact(inputs),
+            plain: call.plain(inputs, dtype),
+        }
+    }
+
+    /// Holds the output and the gradients that there are to the reference, and each [`BAND`] rows by root mean squares.
+    pub fn hold_gradients(&self, what: &str, got: &Gradients, report: &mut Report) {
+        let (exact, plain) = (&self.exact, &self.plain);
+        let [q, k, v] = &got.of;
+        for (name, got, exact, plain) in [
+            ("out", Some(&got.out), &exact.out, &plain.out),
+            ("dq", q.as_ref(), &exact.dq, &plain.dq),
+            ("dk", k.as_ref(), &exact.dk, &plain.dk),
+            ("dv", v.as_ref(), &exact.dv, &plain.dv),
+        ] {
+            let Some(got) = got else { continue };
+            match deviation(name, got, exact, plain, self.dtype) {
+                Ok(worst) => report.compare(
+                    format!("{name}[{}] of {what}", worst.at),
+                    worst.error,
+                    worst.allowed,
+                ),
+                Err(fault) => report.fault(format!("{fault} of {what}")),
+            }
+            let width = match name {
+                "dq" | "dk" => self.widths[0],
+                _ => self.widths[1],
+            };
+            let what = format!("{name} of {what}");
+            match name {
+                "out" => self.hold_bands("row", 1, width, &what, got, exact, plain, report),
+                _ => self.hold_bands("band", BAND, width, &what, got, exact, plain, report),
+            }
         }
     }
 
@@ -292,23 +410,44 @@ impl Expected {
                 Err(fault) => report.fault(format!("{fault} of {what}")),
             }
         }
-        self.hold_rows(what, &got.out, report);
+        let (exact, plain) = (&self.exact.out, &self.plain.out);
+        self.hold_bands(
+            "row",
+            1,
+            self.widths[1],
+            what,
+            &got.out,
+            exact,
+            plain,
+            report,
+        );
     }
 
-    fn hold_rows(&self, what: &str, got: &[f64], report: &mut Report) {
-        let (exact, plain) = (&self.exact.out, &self.plain.out);
-        let width = got.len() / self.exact.lse.value.len().max(1);
-        if width < FEWEST_COLUMNS || got.len() != exact.value.len() {
+    /// Holds each so many rows by the rule of [`crate::reference`] on root mean squares, which shows what is lost beside
+    /// the largest values.
+    #[allow(clippy::too_many_arguments)] // two words, two numbers, three tensors
+    fn hold_bands(
+        &self,
+        kind: &str,
+        rows: usize,
+        width: usize,
+        what: &str,
+        got: &[f64],
+        exact: &Summed,
+        plain: &Summed,
+        report: &mut Report,
+    ) {
+        if width < FEWEST_COLUMNS || got.is_empty() || got.len() != exact.value.len() {
             return;
         }
         let unit = unit_roundoff(accumulator(self.dtype));
         let stored = unit_roundoff(self.dtype);
         let mut worst = (0., 1., 0);
-        for row in 0..got.len() / width {
-            let columns = row * width..(row + 1) * width;
+        for start in (0..got.len()).step_by(rows * width) {
+            let elements = start..(start + rows * width).min(got.len());
             let rms = |value: &dyn Fn(usize) -> f64| {
-                let squares: f64 = columns.clone().map(|i| value(i).powi(2)).sum();
-                (squares / width as f64).sqrt()
+                let squares: f64 = elements.clone().map(|i| value(i).powi(2)).sum();
+                (squares / elements.len() as f64).sqrt()
             };
             let error = rms(&|i| got[i] - exact.value[i]);
             let allowed = 2. * rms(&|i| plain.value[i] - exact.value[i])
@@ -321,13 +460,17 @@ impl Expected {
                     0.
                 };
             let error = if error.is_nan() { f64::INFINITY } else { error };
-            if error * worst.1 > worst.0 * allowed {
-                worst = (error, allowed, row);
+            // What overflows its dtype as the plain evaluation does is no measure.
+            if allowed < f64::INFINITY && error * worst.1 > worst.0 * allowed {
+                worst = (error, allowed, start / (rows * width));
             }
         }
-        report.compare(format!("row {} of {what}", worst.2), worst.0, worst.1);
+        report.compare(format!("{kind} {} of {what}", worst.2), worst.0, worst.1);
     }
 }
+
+/// Rows of a gradient that are one measure: a row of few terms may be exact by luck.
+const BAND: usize = 16;
 
 /// Columns from which on a row's root mean square is a measure.
 const FEWEST_COLUMNS: usize = 32;

@@ -239,6 +239,21 @@ struct Row {
     reach: Vec<f64>,
 }
 
+/// One query's part of a backward pass.
+struct BackwardRow {
+    row: Row,
+    /// The gradient of each score, its mass and its reach.
+    ds: Vec<[f64; 3]>,
+    /// D values, masses and reaches.
+    dq: Vec<[f64; 3]>,
+}
+
+/// What one key gets: values, masses and reaches of its D and E columns.
+struct KeySums {
+    dk: Vec<[f64; 3]>,
+    dv: Vec<[f64; 3]>,
+}
+
 impl Attention {
     /// Sets the forward values of one query, of `e` columns.
     fn put(&mut self, query: usize, e: usize, row: &Row) {
@@ -429,12 +444,12 @@ impl Call {
         }
     }
 
-    /// [`exact`](Self::exact) without gradients, on all cores.
+    /// [`exact`](Self::exact) without gradients.
     pub fn exact_forward(&self, inputs: &Inputs) -> Attention {
         self.evaluate_forward(inputs, &|x| x, &|x| x)
     }
 
-    /// [`plain`](Self::plain) without gradients, on all cores.
+    /// [`plain`](Self::plain) without gradients.
     pub fn plain_forward(&self, inputs: &Inputs, dtype: DType) -> Attention {
         let stored = |x| round_to(dtype, x);
         match accumulator(dtype) {
@@ -563,98 +578,162 @@ impl Call {
     fn evaluate(
         &self,
         inputs: &Inputs,
-        r: &impl Fn(f64) -> f64,
-        stored: &impl Fn(f64) -> f64,
+        r: &(impl Fn(f64) -> f64 + Sync),
+        stored: &(impl Fn(f64) -> f64 + Sync),
     ) -> Attention {
         let Dims {
-            b: batch,
+            h, g, t, s, d, e, ..
+        } = self.dims;
+        let mut result = self.unseen();
+        let queries = self.dims.b * h * t;
+        let rows: Vec<Option<BackwardRow>> = (0..queries)
+            .into_par_iter()
+            .map(|query| {
+                let place = (query / t / h, query / t % h, query % t);
+                let row = self.row(inputs, place, r, stored)?;
+                Some(self.backward_row(inputs, place, row, r, stored))
+            })
+            .collect();
+        // The queries that see each key, and the key's place in their rows, in the order of heads and queries.
+        let mut seen_by = vec![Vec::new(); self.dims.b * g * s];
+        for (query, row) in rows.iter().enumerate() {
+            let Some(row) = row else { continue };
+            result.put(query, e, &row.row);
+            for (c, [value, mass, reach]) in row.dq.iter().enumerate() {
+                result.dq.value[query * d + c] = stored(*value);
+                result.dq.mass[query * d + c] = *mass;
+                result.dq.reach[query * d + c] = *reach;
+            }
+            let group = query / t / h * g + query / t % h / (h / g);
+            for (at, j) in row.row.seen.iter().enumerate() {
+                seen_by[group * s + j].push((query, at));
+            }
+        }
+        let keys: Vec<KeySums> = seen_by
+            .par_iter()
+            .map(|queries| self.backward_key(inputs, &rows, queries, r))
+            .collect();
+        for (key, sums) in keys.iter().enumerate() {
+            for (summed, width, sums) in
+                [(&mut result.dk, d, &sums.dk), (&mut result.dv, e, &sums.dv)]
+            {
+                for (c, [value, mass, reach]) in sums.iter().enumerate() {
+                    summed.value[key * width + c] = stored(*value);
+                    summed.mass[key * width + c] = *mass;
+                    summed.reach[key * width + c] = *reach;
+                }
+            }
+        }
+        result
+    }
+
+    /// With P the weights and g the gradient: dP = g V^T, dS = P (dP − Σ P dP), dQ = dS ∂S/∂Q.
+    fn backward_row(
+        &self,
+        inputs: &Inputs,
+        (b, h, i): (usize, usize, usize),
+        row: Row,
+        r: &impl Fn(f64) -> f64,
+        stored: &impl Fn(f64) -> f64,
+    ) -> BackwardRow {
+        let Dims {
             h: heads,
             g,
             t,
             s,
             d,
             e,
+            ..
         } = self.dims;
-        let mut result = self.unseen();
+        let first_key = (b * g + h / (heads / g)) * s;
+        let grad = &inputs.grad[((b * heads + h) * t + i) * e..][..e];
+        let (mut towards, mut masses) = (Vec::new(), Vec::new());
+        for j in &row.seen {
+            let values = &inputs.v[(first_key + j) * e..][..e];
+            let (mut sum, mut mass) = (0., 0.);
+            for (grad, value) in grad.iter().zip(values) {
+                sum = r(sum + r(grad * value));
+                mass += (grad * value).abs();
+            }
+            towards.push(sum);
+            masses.push(mass);
+        }
+        let weights = &row.weights;
+        let mean = (weights.iter().zip(&towards)).fold(0., |sum, (w, x)| r(sum + r(w * x)));
+        let mean_mass: f64 = weights.iter().zip(&masses).map(|(w, x)| w * x).sum();
+        let mut ds = Vec::with_capacity(row.seen.len());
+        let mut dq = vec![[0.; 3]; d];
+        for (at, (j, pair)) in row.seen.iter().zip(&row.pairs).enumerate() {
+            let reach = masses[at] + mean_mass;
+            let here = [
+                stored(r(weights[at] * r(towards[at] - mean))),
+                weights[at] * reach * (row.condition + pair.angle_mass),
+                reach,
+            ];
+            self.add_products(
+                &mut dq,
+                &inputs.k[(first_key + j) * d..][..d],
+                pair,
+                here,
+                r,
+            );
+            ds.push(here);
+        }
+        BackwardRow { row, ds, dq }
+    }
+
+    /// Adds what a pair gives to the gradient of q, of which `other` is the key, or of k, of which it is the query.
+    fn add_products(
+        &self,
+        sums: &mut [[f64; 3]],
+        other: &[f64],
+        pair: &Pair,
+        [ds, ds_mass, ds_reach]: [f64; 3],
+        r: &impl Fn(f64) -> f64,
+    ) {
         let amp_dim = match &self.score {
             Score::Phase { amp_dim, .. } => *amp_dim,
-            _ => d,
+            _ => self.dims.d,
         };
-        for b in 0..batch {
-            for h in 0..heads {
-                let group = b * g + h / (heads / g);
-                for i in 0..t {
-                    let query = (b * heads + h) * t + i;
-                    let q = &inputs.q[query * d..][..d];
-                    let grad = &inputs.grad[query * e..][..e];
-                    let Some(row) = self.row(inputs, (b, h, i), r, stored) else {
-                        continue;
-                    };
-                    result.put(query, e, &row);
-                    let Row {
-                        seen,
-                        pairs,
-                        weights,
-                        condition,
-                        ..
-                    } = row;
-                    let key = |j: usize| group * s + j;
-                    let value = |j: usize, c: usize| inputs.v[key(j) * e + c];
+        for (c, ([value, mass, reach], other)) in sums.iter_mut().zip(other).enumerate() {
+            let (slope, slope_mass) = match c < amp_dim {
+                true => (pair.first, pair.first_mass),
+                false => (pair.second, pair.second_mass),
+            };
+            *value = r(*value + r(r(ds * slope) * other));
+            *mass += ds_mass * slope_mass * other.abs() + f64::MIN_POSITIVE;
+            *reach += ds_reach * slope_mass * other.abs();
+        }
+    }
 
-                    // With P the weights and g the gradient: dV = P^T g, dP = g V^T, dS = P (dP − Σ P dP).
-                    let (mut towards, mut masses) = (Vec::new(), Vec::new());
-                    for &j in &seen {
-                        let (mut sum, mut mass) = (0., 0.);
-                        for (c, grad) in grad.iter().enumerate() {
-                            sum = r(sum + r(grad * value(j, c)));
-                            mass += (grad * value(j, c)).abs();
-                        }
-                        towards.push(sum);
-                        masses.push(mass);
-                    }
-                    let mean =
-                        (weights.iter().zip(&towards)).fold(0., |sum, (w, x)| r(sum + r(w * x)));
-                    let mean_mass: f64 = weights.iter().zip(&masses).map(|(w, x)| w * x).sum();
-                    for (at, (&j, pair)) in seen.iter().zip(&pairs).enumerate() {
-                        let weight = weights[at];
-                        for (c, grad) in grad.iter().enumerate() {
-                            let dv = key(j) * e + c;
-                            result.dv.value[dv] = r(result.dv.value[dv] + r(weight * grad));
-                            result.dv.mass[dv] +=
-                                condition * weight * grad.abs() + f64::MIN_POSITIVE;
-                            result.dv.reach[dv] += grad.abs();
-                        }
-                        let ds = stored(r(weight * r(towards[at] - mean)));
-                        let ds_reach = masses[at] + mean_mass;
-                        let ds_mass = weight * ds_reach * (condition + pair.angle_mass);
-                        for c in 0..d {
-                            let (slope, slope_mass) = if c < amp_dim {
-                                (pair.first, pair.first_mass)
-                            } else {
-                                (pair.second, pair.second_mass)
-                            };
-                            let (dq, dk) = (query * d + c, key(j) * d + c);
-                            let (q, k) = (q[c], inputs.k[dk]);
-                            let step = r(ds * slope);
-                            result.dq.value[dq] = r(result.dq.value[dq] + r(step * k));
-                            result.dq.mass[dq] +=
-                                ds_mass * slope_mass * k.abs() + f64::MIN_POSITIVE;
-                            result.dq.reach[dq] += ds_reach * slope_mass * k.abs();
-                            result.dk.value[dk] = r(result.dk.value[dk] + r(step * q));
-                            result.dk.mass[dk] +=
-                                ds_mass * slope_mass * q.abs() + f64::MIN_POSITIVE;
-                            result.dk.reach[dk] += ds_reach * slope_mass * q.abs();
-                        }
-                    }
-                }
+    /// dK = dS^T ∂S/∂K and dV = P^T g of one key.
+    fn backward_key(
+        &self,
+        inputs: &Inputs,
+        rows: &[Option<BackwardRow>],
+        queries: &[(usize, usize)],
+        r: &impl Fn(f64) -> f64,
+    ) -> KeySums {
+        let Dims { d, e, .. } = self.dims;
+        let mut sums = KeySums {
+            dk: vec![[0.; 3]; d],
+            dv: vec![[0.; 3]; e],
+        };
+        for &(query, at) in queries {
+            let Some(BackwardRow { row, ds, .. }) = &rows[query] else {
+                continue;
+            };
+            let weight = row.weights[at];
+            let grad = &inputs.grad[query * e..][..e];
+            for ([value, mass, reach], grad) in sums.dv.iter_mut().zip(grad) {
+                *value = r(*value + r(weight * grad));
+                *mass += row.condition * weight * grad.abs() + f64::MIN_POSITIVE;
+                *reach += grad.abs();
             }
+            let q = &inputs.q[query * d..][..d];
+            self.add_products(&mut sums.dk, q, &row.pairs[at], ds[at], r);
         }
-        for x in [&mut result.dq, &mut result.dk, &mut result.dv] {
-            for value in &mut x.value {
-                *value = stored(*value);
-            }
-        }
-        result
+        sums
     }
 }
 

@@ -1,6 +1,6 @@
 //! What the kernels of `kernels/tape.cu` are given, decided without a GPU.
 
-use crate::gpu::{Launch, Strided, RUN_BYTES};
+use crate::gpu::{countable, Launch, Strided, RUN_BYTES};
 use candle_core::{bail, DType, Result};
 
 /// Threads in a block.
@@ -168,7 +168,6 @@ impl PackSizes {
 
     pub fn call(&self) -> Result<PackCall> {
         let [batch, heads, len] = self.tokens;
-        count(len.saturating_mul(self.row()))?;
         Ok(PackCall {
             batch: count(batch)?,
             heads: count(heads)?,
@@ -198,7 +197,7 @@ impl PackSizes {
     /// One thread for each run, one row of the grid for each head of each row of the batch.
     pub fn launch(&self, run: usize) -> Result<Launch> {
         let [batch, heads, len] = self.tokens;
-        let runs = len.saturating_mul(self.row() / run);
+        let runs = countable(len.saturating_mul(self.row() / run))?;
         Launch::new(runs.div_ceil(THREADS), product(&[batch, heads]), THREADS, 0)
     }
 }
