@@ -303,7 +303,7 @@ fn units_have_names_of_their_own_and_the_macros_of_their_tile() {
         decode.macros[..3],
         ["SCORE_DOT=1", "KERNEL_WIDTH=64", "KERNEL_VALUES=2"]
     );
-    let backward = unit("attend_backward_bias_w256_v1");
+    let backward = unit("attend_backward_bias_w256_v1_t16");
     assert_eq!(backward.source, "attend_backward.cu");
     assert_eq!(
         backward.macros[..3],

@@ -214,8 +214,8 @@ fn gpu_plan_names_the_kernels_of_the_backward_pass_in_their_order() -> Result<()
         kernels(on_gpu(100, 300, 64, 64), auto.clone().with_score(phase()))?,
         [
             "attend_delta_bf16",
-            "attend_backward_phase_fast_w64_v1_keys_bf16",
-            "attend_backward_phase_fast_w64_v1_queries_bf16"
+            "attend_backward_phase_fast_w64_v1_t64_keys_bf16",
+            "attend_backward_phase_fast_w64_v1_t64_queries_bf16"
         ]
     );
     // The kernel for few queries leaves nothing, and is precise.
@@ -224,8 +224,8 @@ fn gpu_plan_names_the_kernels_of_the_backward_pass_in_their_order() -> Result<()
         [
             "attend_forward_phase_precise_w64_v1_bf16",
             "attend_delta_bf16",
-            "attend_backward_phase_precise_w64_v1_keys_bf16",
-            "attend_backward_phase_precise_w64_v1_queries_bf16"
+            "attend_backward_phase_precise_w64_v1_t64_keys_bf16",
+            "attend_backward_phase_precise_w64_v1_t64_queries_bf16"
         ]
     );
     let single = Problem {

@@ -78,7 +78,7 @@ enum Saved {
         /// (B,H,T), f32 or f64, where the caller asked for it.
         lse: Option<Tensor>,
         /// None where the forward pass has to be run again for the backward pass.
-        rows: Option<LeftRows>,
+        rows: Option<Box<LeftRows>>,
     },
 }
 
@@ -219,7 +219,7 @@ impl CustomOp3 for FusedAttention {
             };
             self.leave(Saved::OnGpu {
                 lse: left.lse.map(tensor),
-                rows: left.rows,
+                rows: left.rows.map(Box::new),
             })?;
         }
         Ok((out, Shape::from((b, h, t, e))))
@@ -236,7 +236,7 @@ impl CustomOp3 for FusedAttention {
         let tensors = [q, k, v, out, grad];
         #[cfg(feature = "cuda")]
         if let Some(Saved::OnGpu { rows, .. }) = self.saved.get() {
-            return super::cuda::backward(&self.call, [q, k, v], out, rows.as_ref(), grad);
+            return super::cuda::backward(&self.call, [q, k, v], out, rows.as_deref(), grad);
         }
         match q.dtype() {
             DType::F32 => self.backward::<f32>(tensors),

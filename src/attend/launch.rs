@@ -54,6 +54,19 @@ pub(super) struct Demand {
     pub dims: Dims,
     pub dtype: DType,
     pub score: ScoreKind,
+    /// Of the GPU.
+    pub compute_capability: (u32, u32),
+}
+
+/// Shared memory that a block may have, in bytes (CUDA C++ Programming Guide 12.9, technical specifications for each
+/// compute capability).
+fn block_shared_bytes(compute_capability: (u32, u32)) -> usize {
+    match compute_capability {
+        (8, 0) | (8, 7) => 163 << 10,
+        (9, 0) | (10 | 11, _) => 227 << 10,
+        // 8.6, 8.9 and 12.0 have the least.
+        _ => 99 << 10,
+    }
 }
 
 /// A score without its numbers.
@@ -86,11 +99,12 @@ impl ScoreKind {
 }
 
 impl Demand {
-    pub fn of(call: &Resolved, dtype: DType) -> Self {
+    pub fn of(call: &Resolved, dtype: DType, compute_capability: (u32, u32)) -> Self {
         Self {
             dims: call.dims,
             dtype,
             score: ScoreKind::of_resolved(&call.score, call.precision),
+            compute_capability,
         }
     }
 }
@@ -197,14 +211,19 @@ impl Pass {
 }
 
 impl Backward {
-    /// Those for a call that has a forward kernel and whose positions fit 32 bits. They are as precise as that one.
+    /// Those for a call that has a forward kernel and whose positions fit 32 bits. They are as precise as that one; of
+    /// one width, those with the largest tiles that the GPU has the shared memory for.
     pub fn choose(demand: &Demand) -> Self {
         let Dims { d, e, t, .. } = demand.dims;
         let score = score_name(demand.score, t <= MOST_DECODED);
+        let limit = block_shared_bytes(demand.compute_capability);
         let fits = |tile: &&BackwardTile| {
             tile.score == score
                 && width_needed(demand.score, d) <= tile.width
                 && e <= tile.values * tile.width
+                && [tile.keys, tile.queries]
+                    .iter()
+                    .all(|side| tile.shared_bytes(side) <= limit)
         };
         BACKWARD
             .iter()
@@ -730,6 +749,7 @@ mod tests {
             dims: dims([2, 8, 2, t, 1000, d, e]),
             dtype: DType::BF16,
             score,
+            compute_capability: (9, 0),
         }
     }
 
@@ -899,7 +919,6 @@ mod tests {
         Ok(())
     }
 
-    /// Of compute capabilities 8.6, 8.9 and 12.0, which have the least (CUDA programming guide).
     const LEAST_SHARED_BYTES: usize = 99 << 10;
 
     /// Demands of every kind, also such as no kernel on tensor cores takes.
@@ -940,7 +959,12 @@ mod tests {
     #[test]
     fn backward_kernels_are_the_narrowest_that_hold_whole_heads_and_values() {
         use ScoreKind::{Bias, Dot};
-        let entry = |demand: Demand| Backward::choose(&demand).entry(Pass::Keys, demand.dtype);
+        let entry = |demand: Demand| {
+            let entry = Backward::choose(&demand).entry(Pass::Keys, demand.dtype);
+            // The size of its tiles aside.
+            let (name, rest) = entry.split_once("_t").unwrap_or((&entry, ""));
+            format!("{name}{}", rest.trim_start_matches(char::is_numeric))
+        };
         for (widths, score, expected) in [
             ([8, 8], Dot, "dot_w64_v1"),
             ([64, 64], Dot, "dot_w64_v1"),
@@ -987,6 +1011,48 @@ mod tests {
                 "attend_simt_backward_bias_queries_f32"
             ]
         );
+    }
+
+    /// Compute capabilities, and the shared memory of a block in KiB.
+    const GPUS: [((u32, u32), usize); 7] = [
+        ((8, 0), 163),
+        ((8, 6), 99),
+        ((8, 9), 99),
+        ((9, 0), 227),
+        ((10, 0), 227),
+        ((12, 0), 99),
+        // None yet.
+        ((13, 0), 99),
+    ];
+
+    #[test]
+    fn backward_kernels_have_the_largest_tiles_that_the_gpu_has_shared_memory_for() {
+        let kind = |backward: Backward| match backward {
+            Backward::Tiles(x) => (x.score, x.width, x.values),
+            Backward::Simt(score) => (score, 0, 0),
+        };
+        for demand in demands() {
+            for (compute_capability, limit) in GPUS {
+                let backward = Backward::choose(&Demand {
+                    compute_capability,
+                    ..demand
+                });
+                // Nothing takes wider tiles, or none at all, for want of shared memory.
+                assert_eq!(kind(backward), kind(Backward::choose(&demand)));
+                let Backward::Tiles(tile) = backward else {
+                    continue;
+                };
+                let fits = |x: &BackwardTile| {
+                    let sides = [x.keys, x.queries];
+                    sides.iter().all(|side| x.shared_bytes(side) <= limit << 10)
+                };
+                assert!(fits(&tile), "{tile:?}");
+                let same = BACKWARD.iter().filter(|x| {
+                    kind(Backward::Tiles(**x)) == kind(backward) && x.keys.tile > tile.keys.tile
+                });
+                assert_eq!(same.filter(|x| fits(x)).count(), 0, "{tile:?}");
+            }
+        }
     }
 
     #[test]
@@ -1099,12 +1165,6 @@ mod tests {
                 Kernel::Simt(_) => continue,
             };
             assert!(bytes <= LEAST_SHARED_BYTES, "{kernel:?}: {bytes}");
-        }
-        for tile in BACKWARD {
-            for side in [tile.keys, tile.queries] {
-                let bytes = tile.shared_bytes(&side);
-                assert!(bytes <= LEAST_SHARED_BYTES, "{tile:?}: {bytes}");
-            }
         }
         for bytes in [4, 8] {
             // As the kernels' own sizes add up to.

@@ -193,6 +193,7 @@ fn cuda_plan(
         dims: *dims,
         dtype: problem.dtype,
         score,
+        compute_capability,
     };
     let kernel = Kernel::choose(&demand)?;
     let copied = [("q", problem.q), ("k", problem.k), ("v", problem.v)]

@@ -194,7 +194,7 @@ mod tests {
     #[test]
     fn every_kernel_of_attention_has_a_compiled_file_with_its_name() {
         let entries = kernel_entries(DType::F16);
-        assert!(entries.len() > 100);
+        assert!(entries.len() > 70);
         for entry in &entries {
             let unit = unit_of(entry).map(|(unit, image)| (*unit, image.is_empty()));
             // What follows the file's name: the side of a backward kernel, and the dtype.

@@ -88,7 +88,7 @@ where
     let (out, left) = match left {
         Some(left) => (out, left),
         None => {
-            let forward = backward.forward(&job.demand());
+            let forward = backward.forward(&job.demand()?);
             let wanted = Wanted {
                 lse: false,
                 rows: true,
@@ -301,7 +301,7 @@ impl BackwardPass<'_> {
             device,
             dtype,
         } = self.job;
-        let kernels = Backward::simt(self.job.demand().score);
+        let kernels = Backward::simt(self.job.demand()?.score);
         let stream = device.cuda_stream();
         let rows_len = saturating_product([dims.b, dims.h, dims.t]);
         // SAFETY: `attend_simt_delta` writes every element before the other kernels read it.

@@ -4,9 +4,7 @@
 use super::call::{ForwardCall, SimtCall};
 use super::job::{choose, narrow, operand_of, tokens, Job, Kernels, Tables, WideTables};
 use super::tiles::{DecodeTile, ForwardTile};
-use crate::attend::launch::{
-    self, dtype_name, keys_in_sight, window_of_32_bits, Demand, Kernel, Split,
-};
+use crate::attend::launch::{self, dtype_name, keys_in_sight, window_of_32_bits, Kernel, Split};
 use crate::attend::placement::Frame;
 use crate::attend::problem::{saturating_product, Dims, Resolved};
 use crate::attend::Operand;
@@ -14,25 +12,26 @@ use crate::gpu::{launch as launch_kernel, upload, Held, Launch};
 use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::cudarc::driver::{sys, CudaSlice, DeviceRepr};
 use candle_core::cuda_backend::CudaDType;
-use candle_core::{bail, CudaDevice, CudaStorage, DType, Error, Layout, Result, Tensor, WithDType};
+use candle_core::{
+    bail, CudaDevice, CudaStorage, DType, Device, Error, Layout, Result, Tensor, WithDType,
+};
 use half::{bf16, f16};
-
-/// (9, 0) for an H200.
-pub(in crate::attend) fn compute_capability(device: &CudaDevice) -> Result<(u32, u32)> {
-    let stream = device.cuda_stream();
-    let (major, minor) = stream.context().compute_capability().map_err(Error::wrap)?;
-    Ok((major as u32, minor as u32))
-}
 
 /// The inputs, copied where the kernel cannot read them where they lie. Copies pass gradients on.
 pub(in crate::attend) fn readable(inputs: [&Tensor; 3], call: &Resolved) -> Result<[Tensor; 3]> {
     let [q, k, v] = inputs;
-    if !q.device().is_cuda() {
+    let Device::Cuda(device) = q.device() else {
         return Ok([q.clone(), k.clone(), v.clone()]);
-    }
-    let kernel = choose(&Demand::of(call, q.dtype()))?;
+    };
+    let dtype = q.dtype();
+    let job = Job {
+        call,
+        device,
+        dtype,
+    };
+    let kernel = choose(&job.demand()?)?;
     let read = |x: &Tensor| match operand_of(x.layout())? {
-        operand if kernel.needs_copy(&operand, x.dtype()) => x.force_contiguous(),
+        operand if kernel.needs_copy(&operand, dtype) => x.force_contiguous(),
         _ => Ok(x.clone()),
     };
     Ok([read(q)?, read(k)?, read(v)?])
@@ -80,7 +79,7 @@ pub(in crate::attend) fn forward(
         backward,
         frame,
     } = job.kernels()?;
-    let rows = wanted.rows && backward.forward(&job.demand()) == forward;
+    let rows = wanted.rows && backward.forward(&job.demand()?) == forward;
     forward_with(job, operands, forward, frame, Wanted { rows, ..wanted })
 }
 
@@ -323,7 +322,7 @@ impl Forward<'_> {
             problem: self.job.simt_problem(&tables, tiles, &mut held)?,
         };
         let shape = Launch::simt(dims, dtype, self.job.amp_dim())?;
-        let entry = Kernel::simt(self.job.demand().score).entry(dtype);
+        let entry = Kernel::simt(self.job.demand()?.score).entry(dtype);
         // SAFETY: as in `forward`.
         unsafe { launch_kernel(&stream, &entry, shape, &call) }
     }

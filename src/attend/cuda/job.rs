@@ -10,7 +10,7 @@ use crate::attend::Operand;
 use crate::gpu::Held;
 use crate::positions::PositionTable;
 use candle_core::cuda_backend::cudarc::driver::CudaSlice;
-use candle_core::{bail, CudaDevice, DType, Layout, Result};
+use candle_core::{bail, CudaDevice, DType, Error, Layout, Result};
 use std::sync::Arc;
 
 /// A call, and where it runs.
@@ -22,14 +22,15 @@ pub(super) struct Job<'a> {
 }
 
 impl Job<'_> {
-    pub fn demand(&self) -> Demand {
-        Demand::of(self.call, self.dtype)
+    pub fn demand(&self) -> Result<Demand> {
+        let compute_capability = compute_capability(self.device)?;
+        Ok(Demand::of(self.call, self.dtype, compute_capability))
     }
 
     /// The kernel of the forward pass and those of the backward pass, and 32 bits for the positions where those on
     /// tensor cores can have them; positions beyond are left to the kernels that know 64.
     pub fn kernels(&self) -> Result<Kernels> {
-        let demand = self.demand();
+        let demand = self.demand()?;
         let forward = choose(&demand)?;
         Ok(match Frame::of(self.call) {
             None => Kernels {
@@ -148,6 +149,13 @@ impl Job<'_> {
         };
         turns(self.device, alpha, phase_scale, greatest).map(Some)
     }
+}
+
+/// (9, 0) for an H200.
+pub(in crate::attend) fn compute_capability(device: &CudaDevice) -> Result<(u32, u32)> {
+    let stream = device.cuda_stream();
+    let (major, minor) = stream.context().compute_capability().map_err(Error::wrap)?;
+    Ok((major as u32, minor as u32))
 }
 
 /// What a call runs.

@@ -20,4 +20,6 @@ mod tokens;
 #[cfg(feature = "cuda")]
 pub(super) use backward::backward;
 #[cfg(feature = "cuda")]
-pub(super) use forward::{compute_capability, forward, readable, LeftRows, Wanted};
+pub(super) use forward::{forward, readable, LeftRows, Wanted};
+#[cfg(feature = "cuda")]
+pub(super) use job::compute_capability;

@@ -233,8 +233,9 @@ pub const DELTA_TILE: usize = 64;
 /// Warps in a block of `attend_delta`.
 pub const DELTA_WARPS: usize = 8;
 
-/// Scores of the general kernels, forward and backward, each compiled for the dtypes of [`SIMT_DTYPES`]. The forward grid: x = row blocks × G × B with
-/// [`simt_rows`] rows (queries × heads of a group) in a block, y = pieces of [`SIMT_PIECE`] value columns.
+/// Scores of the general kernels, forward and backward, each compiled for the dtypes of [`SIMT_DTYPES`]. The forward
+/// grid: x = row blocks × G × B with [`simt_rows`] rows (queries × heads of a group) in a block, y = pieces of
+/// [`SIMT_PIECE`] value columns.
 pub const SIMT_SCORES: &[&str] = &["dot", "bias", "phase"];
 
 /// As in the general kernels' names.
