@@ -269,40 +269,58 @@ template <class Sum> DEVICE void load_matrices_of(const UpdateCall &call, const 
     }
 }
 
-// y, c where it is kept, and backward g, into shared memory; ends with a barrier.
-template <class T, class Sum> DEVICE void load_states(const UpdateCall &call, const Tile<Sum> &tile, const Span &span, bool backward) {
-    bool takes_over = call.carried.data, runs = call.runs;
-    bool keeps = takes_over && (backward || !call.diagonal);
-    int padded = 4 * tile.fours;
-    for (int i = threadIdx.x; i < padded * call.tile * tile.columns; i += THREADS) {
-        int four = i % tile.columns, token = i / tile.columns % call.tile, head = i / tile.columns / call.tile;
-        int column = span.column + 4 * four, count = call.pairs - column;
-        Run<Sum, 4> y, c, g;
+// What a thread loads of a state at once.
+template <class Sum> struct Loaded {
+    Run<Sum, 4> y, c, g;
+    Sum *row_y; // null beyond the tile
+    int head;
+
+    template <class T> DEVICE void load(const UpdateCall &call, const Tile<Sum> &tile, const Span &span, int i, bool backward) {
+        int four = i % tile.columns, token = i / tile.columns % call.tile;
+        head = i / tile.columns / call.tile;
 #pragma unroll
         for (int l = 0; l < 4; l++) y.at[l] = c.at[l] = g.at[l] = 0;
-        if (head < call.heads && token < span.tokens && count > 0) {
-            int n = span.first + token, b = n / call.len, t = n % call.len;
-            y = load_four(place<const Sum>(call.part, b, head, t) + column, count, runs);
-            if (backward) g = load_four(place<const Sum>(call.grad, b, head, t) + column, count, runs);
-            if (takes_over) {
-                int from = column + (call.imaginary ? call.pairs : 0);
-                for (int k = 0; k < call.group; k++) {
-                    Run<T, 4> x = load_four(place<const T>(call.carried, b, (int64_t)head * call.group + k, t) + from, count, runs);
+        row_y = head < 4 * tile.fours ? tile.row(tile.y, token, head) + 4 * four : nullptr;
+        int column = span.column + 4 * four, count = call.pairs - column;
+        if (head >= call.heads || token >= span.tokens || count <= 0) return;
+        int n = span.first + token, b = n / call.len, t = n % call.len;
+        y = load_four(place<const Sum>(call.part, b, head, t) + column, count, call.runs);
+        if (backward) g = load_four(place<const Sum>(call.grad, b, head, t) + column, count, call.runs);
+        if (!call.carried.data) return;
+        int from = column + (call.imaginary ? call.pairs : 0);
+        for (int k = 0; k < call.group; k++) {
+            Run<T, 4> x = load_four(place<const T>(call.carried, b, (int64_t)head * call.group + k, t) + from, count, call.runs);
 #pragma unroll
-                    for (int l = 0; l < 4; l++) c.at[l] += widen(x.at[l]);
-                }
-#pragma unroll
-                for (int l = 0; l < 4; l++) c.at[l] *= (Sum)call.mean;
-                if (call.diagonal) {
-                    Sum w = tile.w[head];
-#pragma unroll
-                    for (int l = 0; l < 4; l++) y.at[l] += w * c.at[l];
-                }
-            }
+            for (int l = 0; l < 4; l++) c.at[l] += widen(x.at[l]);
         }
-        store_run(tile.row(tile.y, token, head) + 4 * four, y);
-        if (keeps) store_run(tile.row(tile.c, token, head) + 4 * four, c);
-        if (backward) store_run(tile.row(tile.g, token, head) + 4 * four, g);
+    }
+
+    DEVICE void store(const UpdateCall &call, const Tile<Sum> &tile, bool backward) {
+        if (!row_y) return;
+        if (call.carried.data) {
+#pragma unroll
+            for (int l = 0; l < 4; l++) c.at[l] *= (Sum)call.mean;
+            if (call.diagonal) {
+                Sum w = tile.w[head];
+#pragma unroll
+                for (int l = 0; l < 4; l++) y.at[l] += w * c.at[l];
+            }
+            if (backward || !call.diagonal) store_run(tile.c + (row_y - tile.y), c);
+        }
+        store_run(row_y, y);
+        if (backward) store_run(tile.g + (row_y - tile.y), g);
+    }
+};
+
+// y, c where it is kept, and backward g, into shared memory; ends with a barrier.
+template <class T, class Sum> DEVICE void load_states(const UpdateCall &call, const Tile<Sum> &tile, const Span &span, bool backward) {
+    bool takes_over = call.carried.data;
+    for (int i = threadIdx.x; i < 4 * tile.fours * call.tile * tile.columns; i += 2 * THREADS) {
+        Loaded<Sum> first, second; // both on their way before either is waited for
+        first.template load<T>(call, tile, span, i, backward);
+        second.template load<T>(call, tile, span, i + THREADS, backward);
+        first.store(call, tile, backward);
+        second.store(call, tile, backward);
     }
     __syncthreads();
     if (!takes_over || call.diagonal) return;

@@ -74,7 +74,8 @@ pub enum Layout {
 pub fn rotate(x: &Tensor, rotation: &Rotation, layout: Layout) -> Result<Tensor> {
     check(x, rotation)?;
     let Rotation { cos, sin } = rotation;
-    if !x.device().is_cpu() && !(cfg!(feature = "cuda") && x.device().is_cuda()) {
+    let has_kernel = x.device().is_cpu() || cfg!(feature = "cuda") && x.device().is_cuda();
+    if !has_kernel {
         return rotate_by_tensors(x, rotation, layout);
     }
     let op = Turn { layout };

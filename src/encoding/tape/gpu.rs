@@ -229,7 +229,6 @@ impl UpdatePart {
     {
         let grad = with_unit_stride(grad)?;
         let asked = [part, matrices].map(|x| x.track_op());
-        let carried_asked = carried.is_some_and(|x| x.track_op());
         let (part_held, grad_held, matrices_held) = (on_gpu(part), on_gpu(&grad), on_gpu(matrices));
         let carried_held = carried.map(on_gpu);
         let carried_placed = carried_held.as_ref().map(|x| x.placed()).transpose()?;
@@ -253,13 +252,11 @@ impl UpdatePart {
             (true, false) => Some(state(matrices)?),
             (true, true) => Some(Output::zeros(device, matrices.shape().clone())?),
         };
-        let mut dcarried = match carried {
-            // SAFETY: as above.
-            Some(x) if carried_asked => {
-                Some(unsafe { Output::<T>::unwritten(device, x.shape().clone())? })
-            }
-            _ => None,
-        };
+        // SAFETY: as above.
+        let averages =
+            |like: &Tensor| unsafe { Output::<T>::unwritten(device, like.shape().clone()) };
+        let tracked = carried.filter(|x| x.track_op());
+        let mut dcarried = tracked.map(averages).transpose()?;
         if !job.sizes.is_empty() && (dpart.is_some() || dmatrices.is_some() || dcarried.is_some()) {
             let division = job.divide(true)?;
             let with_sums = dmatrices.is_some() && job.sizes.takes_over;
