@@ -108,7 +108,7 @@ impl Attention {
             ),
         };
         Ok(Attended {
-            out: self.o_proj.from_heads(&own)?, // (B,T,C)
+            out: self.o_proj.merge_heads(&own)?, // (B,T,C)
             carried,
         })
     }
@@ -131,9 +131,9 @@ impl Attention {
             heads, kv_heads, ..
         } = self.dims;
         let qkv = Qkv {
-            q: self.q_proj.to_heads(x, heads)?,    // (B,H,T,D)
-            k: self.k_proj.to_heads(x, kv_heads)?, // (B,G,T,D)
-            v: self.v_proj.to_heads(x, kv_heads)?, // (B,G,T,D)
+            q: self.q_proj.split_into_heads(x, heads)?,    // (B,H,T,D)
+            k: self.k_proj.split_into_heads(x, kv_heads)?, // (B,G,T,D)
+            v: self.v_proj.split_into_heads(x, kv_heads)?, // (B,G,T,D)
         };
         encoding.encode(self.layer, qkv, state)
     }
