@@ -103,7 +103,7 @@ DEVICE void gather(const TableCall &call) {
 } // namespace
 
 #define KERNEL(name, body)                                                                                      \
-    extern "C" __global__ void __launch_bounds__(THREADS) name(const __grid_constant__ TableCall call) { body; }
+    extern "C" __global__ void __launch_bounds__(THREADS, 4) name(const __grid_constant__ TableCall call) { body; }
 
 KERNEL(optimiser_adamw_f32, update<float>(call))
 KERNEL(optimiser_adamw_f64, update<double>(call))

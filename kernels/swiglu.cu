@@ -50,7 +50,10 @@ template <class T, bool VECTOR, bool BACKWARD> DEVICE void swiglu(const SwigluCa
         if (call.out) store_eight<VECTOR>((T *)call.out + close, y, left);
     } else {
 #pragma unroll
-        for (int i = 0; i < EIGHT; i++) gate[i] = gate[i] * (Real(1) / (Real(1) + exponential(-gate[i]))) * up[i];
+        for (int i = 0; i < EIGHT; i++) {
+            Real sigmoid = Real(1) / (Real(1) + exponential(-gate[i]));
+            gate[i] = gate[i] * sigmoid * up[i];
+        }
         store_eight<VECTOR>((T *)call.out + close, gate, left);
     }
 }
@@ -58,7 +61,7 @@ template <class T, bool VECTOR, bool BACKWARD> DEVICE void swiglu(const SwigluCa
 } // namespace
 
 #define KERNEL(way, type, Element, BACKWARD)                                                                      \
-    extern "C" __global__ void __launch_bounds__(THREADS)                                                         \
+    extern "C" __global__ void __launch_bounds__(THREADS, 2)                                                      \
         swiglu_##way##_##type(const __grid_constant__ SwigluCall call) {                                          \
         call.vector ? swiglu<Element, true, BACKWARD>(call) : swiglu<Element, false, BACKWARD>(call);             \
     }

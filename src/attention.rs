@@ -106,7 +106,7 @@ impl Attention {
             ),
         };
         let out = match carried {
-            None => self.o_proj.from_heads(&mixed)?,
+            None => self.o_proj.merge_heads(&mixed)?,
             Some(_) => self.o_proj.forward(&join_heads(&mixed, head_dim)?)?,
         }; // (B,T,C)
         Ok(Attended { out, carried })
@@ -130,9 +130,9 @@ impl Attention {
             heads, kv_heads, ..
         } = self.dims;
         let qkv = Qkv {
-            q: self.q_proj.to_heads(x, heads)?,    // (B,H,T,D)
-            k: self.k_proj.to_heads(x, kv_heads)?, // (B,G,T,D)
-            v: self.v_proj.to_heads(x, kv_heads)?, // (B,G,T,D)
+            q: self.q_proj.split_into_heads(x, heads)?,    // (B,H,T,D)
+            k: self.k_proj.split_into_heads(x, kv_heads)?, // (B,G,T,D)
+            v: self.v_proj.split_into_heads(x, kv_heads)?, // (B,G,T,D)
         };
         encoding.encode(self.layer, qkv, state)
     }

@@ -235,6 +235,11 @@ fn forward<T: Element>(x: &[T], weight: &[T], epsilon: f64) -> Vec<T> {
     out
 }
 
+/// Rows of dx, and their sums for dw.
+type Results<'a, T> = (&'a mut [T], &'a mut [<T as Element>::Acc]);
+/// Rows of x and of the result's gradient.
+type Operands<'a, T> = (&'a [T], &'a [T]);
+
 /// dx and dw.
 fn backward<T: Element>(x: &[T], weight: &[T], grad: &[T], epsilon: f64) -> (Vec<T>, Vec<T>) {
     let width = weight.len();
@@ -244,7 +249,7 @@ fn backward<T: Element>(x: &[T], weight: &[T], grad: &[T], epsilon: f64) -> (Vec
     // A row of sums for each task.
     let mut partial = vec![zero; x.len().div_ceil(stretch) * width];
     let columns = T::Acc::from_f64(width as f64);
-    let task = |((dx, sums), (x, grad)): ((&mut [T], &mut [T::Acc]), (&[T], &[T]))| {
+    let task = |((dx, sums), (x, grad)): (Results<T>, Operands<T>)| {
         let rows = x.chunks_exact(width).zip(grad.chunks_exact(width));
         for (dx, (x, grad)) in dx.chunks_exact_mut(width).zip(rows) {
             let rms = root_mean_square(x, epsilon);

@@ -48,7 +48,7 @@ impl Projection {
     }
 
     /// (B, T, C) → (B, H, T, D), N being H·D.
-    pub fn to_heads(&self, x: &Tensor, heads: usize) -> Result<Tensor> {
+    pub fn split_into_heads(&self, x: &Tensor, heads: usize) -> Result<Tensor> {
         if self.is_copied(x) {
             return self.apply(x, Order::Tokens, Order::Heads(heads));
         }
@@ -58,7 +58,7 @@ impl Projection {
     }
 
     /// (B, H, T, D) → (B, T, N), C being H·D.
-    pub fn from_heads(&self, x: &Tensor) -> Result<Tensor> {
+    pub fn merge_heads(&self, x: &Tensor) -> Result<Tensor> {
         let (b, h, t, d) = x.dims4()?;
         if self.is_copied(x) {
             return self.apply(x, Order::Heads(h), Order::Tokens);
@@ -337,7 +337,7 @@ mod tests {
                 y.reshape((b, t, h, d))?.transpose(1, 2)
             };
             let copied = |p: &Projection, x: &Tensor| p.apply(x, Order::Tokens, Order::Heads(h));
-            check(&x, &weight, |p, x| p.to_heads(x, h), plain)?;
+            check(&x, &weight, |p, x| p.split_into_heads(x, h), plain)?;
             check(&x, &weight, copied, plain)?;
 
             let (x, weight) = (random((b, h, t, d))?, random((c, h * d))?);
@@ -346,7 +346,7 @@ mod tests {
                 tokens.broadcast_matmul(&w.t()?)
             };
             let copied = |p: &Projection, x: &Tensor| p.apply(x, Order::Heads(h), Order::Tokens);
-            check(&x, &weight, |p, x| p.from_heads(x), plain)?;
+            check(&x, &weight, |p, x| p.merge_heads(x), plain)?;
             check(&x, &weight, copied, plain)?;
             // Heads that are a part of wider ones.
             let part = |x: &Tensor| x.narrow(3, d - 1, 1);
@@ -366,7 +366,7 @@ mod tests {
     fn projection_of_what_does_not_fit_is_refused() -> Result<()> {
         let projection = Projection::of(random((6, 4))?);
         assert!(projection.forward(&random((2, 3))?).is_err());
-        assert!(projection.from_heads(&random((1, 2, 3, 3))?).is_err());
+        assert!(projection.merge_heads(&random((1, 2, 3, 3))?).is_err());
         let heads = projection.apply(&random((1, 2, 4))?, Order::Tokens, Order::Heads(4));
         assert!(heads.is_err());
         assert!(!projection.forward(&random((2, 4))?)?.track_op());

@@ -185,10 +185,12 @@ fn forward_row<T: Element>(out: &mut [T], gate: &[T], up: &[T]) {
     }
 }
 
-fn backward_row<T: Element>(
-    (dgate, dup): (&mut [T], &mut [T]),
-    (gate, up, grad): (&[T], &[T], &[T]),
-) {
+/// Two results.
+type Pair<'a, T> = (&'a mut [T], &'a mut [T]);
+/// Gate, up and the result's gradient.
+type Operands<'a, T> = (&'a [T], &'a [T], &'a [T]);
+
+fn backward_row<T: Element>((dgate, dup): Pair<T>, (gate, up, grad): Operands<T>) {
     for (i, (dgate, dup)) in dgate.iter_mut().zip(dup).enumerate() {
         let (a, u, dy) = (gate[i].to_acc(), up[i].to_acc(), grad[i].to_acc());
         let s = sigmoid(a);
@@ -227,7 +229,7 @@ pub(crate) fn backward_joined<T: Element>(
     let mut out = vec![T::zero(); grad.len()];
     let mut djoined = vec![T::zero(); joined.len()];
     let stretch = (TASK / width).max(1) * width;
-    let task = |((out, djoined), (joined, grad)): ((&mut [T], &mut [T]), (&[T], &[T]))| {
+    let task = |((out, djoined), (joined, grad)): (Pair<T>, (&[T], &[T]))| {
         let results = out
             .chunks_exact_mut(width)
             .zip(djoined.chunks_exact_mut(2 * width));
@@ -266,9 +268,7 @@ fn forward<T: Element>(gate: &[T], up: &[T]) -> Vec<T> {
 fn backward<T: Element>(gate: &[T], up: &[T], grad: &[T]) -> (Vec<T>, Vec<T>) {
     let mut dgate = vec![T::zero(); gate.len()];
     let mut dup = dgate.clone();
-    let task = |(results, inputs): ((&mut [T], &mut [T]), (&[T], &[T], &[T]))| {
-        backward_row(results, inputs)
-    };
+    let task = |(results, inputs): (Pair<T>, Operands<T>)| backward_row(results, inputs);
     if gate.len() <= 2 * TASK {
         task(((&mut dgate, &mut dup), (gate, up, grad)));
     } else {
