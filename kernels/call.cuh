@@ -107,11 +107,9 @@ struct SimtTokens {
     int64_t len;
 };
 
-// Scores are in natural units: the weights are exp(score - greatest score).
-struct SimtCall {
-    Operand q, k, v;
-    void *out;             // (B,H,T,E) without gaps
-    void *lse;             // (B,H,T), f64 where q is, else f32; or null
+// What the kernels without tensor cores are told of a call, beside its operands. Scores are in natural units: the weights
+// are exp(score - greatest score).
+struct SimtProblem {
     SimtTokens queries, keys;
     double scale;          // of any sign
     const double *slopes;  // bias: (H)
@@ -124,11 +122,43 @@ struct SimtCall {
     int amplitude_width;   // phase: width of the amplitude part
     int value_width;       // E
     int causal;
-    int tiles;             // of rows (token * group + head in group) in a key/value head
+    // Of rows in a key/value head, those that the kernel's blocks are for: queries (token * group + head in group), or keys.
+    int tiles;
+};
+
+// In what follows Real is f64 where q is, else f32.
+struct SimtCall {
+    Operand q, k, v;
+    void *out;             // (B,H,T,E) without gaps
+    void *lse;             // (B,H,T) of Real, or null
+    // For a backward pass, or null. (B,H,T) pairs of Real: a row's greatest score, -infinity where nothing is seen, and
+    // the logarithm of the sum of its weights. (B,H,T,E), half precision only: what rounding the output lost.
+    void *statistics, *rest;
+    SimtProblem problem;
+};
+
+// What the backward pass needs of each row.
+struct SimtDeltaCall {
+    const void *out, *rest; // (B,H,T,E) without gaps, as the forward pass left them; rest may be null
+    Operand grad;           // the output's gradient
+    const void *statistics; // as in SimtCall
+    void *delta;            // (B,H,T) of Real: the sum of out * grad, 0 where nothing is seen
+    int64_t rows;           // B * H * T
+    int64_t len;            // T
+    int heads;
+    int value_width;        // E
+};
+
+struct SimtBackwardCall {
+    Operand q, k, v, grad;
+    Operand dq, dk, dv;     // results: a kernel for keys writes dk and dv, one for queries dq
+    const void *statistics, *delta; // as in SimtDeltaCall
+    SimtProblem problem;
 };
 
 // The same numbers stand in `call.rs`.
 static_assert(sizeof(Operand) == 32 && sizeof(TileBounds) == 32 && sizeof(Tokens) == 40, "");
 static_assert(sizeof(ScoreCall) == 40 && sizeof(ForwardCall) == 328, "");
 static_assert(sizeof(DeltaCall) == 88 && sizeof(BackwardCall) == 472, "");
-static_assert(sizeof(SimtTokens) == 40 && sizeof(SimtCall) == 272, "");
+static_assert(sizeof(SimtTokens) == 40 && sizeof(SimtProblem) == 160 && sizeof(SimtCall) == 288, "");
+static_assert(sizeof(SimtDeltaCall) == 88 && sizeof(SimtBackwardCall) == 400, "");

@@ -65,8 +65,8 @@ mod tensor_file;
 pub mod train;
 
 pub use attend::{
-    attend, attend_with_lse, plan, plan_problem, AttendOutput, AttendSpec, Backend, DeviceKind,
-    Operand, Path, Plan, Precision, Problem, Score,
+    attend, attend_with_lse, plan, plan_problem, AttendOutput, AttendSpec, Backend, BackwardPlan,
+    DeviceKind, Operand, Path, Plan, Precision, Problem, Score,
 };
 pub use attention::{Attended, Attention};
 pub use cache::{CacheStep, KvCache};

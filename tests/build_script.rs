@@ -303,7 +303,20 @@ fn units_have_names_of_their_own_and_the_macros_of_their_tile() {
         decode.macros[..3],
         ["SCORE_DOT=1", "KERNEL_WIDTH=64", "KERNEL_VALUES=2"]
     );
-    assert!(unit("attend_simt_phase").macros == ["SCORE_PHASE=1"]);
+    let backward = unit("attend_backward_bias_w256_v1");
+    assert_eq!(backward.source, "attend_backward.cu");
+    assert_eq!(
+        backward.macros[..3],
+        ["SCORE_BIAS=1", "KERNEL_WIDTH=256", "KERNEL_VALUES=1"]
+    );
+    for name in ["attend_simt", "attend_simt_backward"] {
+        let simt = unit(&format!("{name}_phase"));
+        assert_eq!(simt.source, format!("{name}.cu"));
+        assert_eq!(simt.macros, ["SCORE_PHASE=1"]);
+    }
+    let delta = unit("attend_simt_delta");
+    assert_eq!(delta.source, "attend_simt_delta.cu");
+    assert!(delta.macros.is_empty());
 }
 
 #[test]

@@ -205,6 +205,99 @@ fn gpu_copies_are_of_operands_whose_rows_are_not_aligned() -> Result<()> {
 }
 
 #[test]
+fn gpu_plan_names_the_kernels_of_the_backward_pass_in_their_order() -> Result<()> {
+    let kernels = |problem: Problem, spec: AttendSpec| -> Result<_> {
+        Ok(plan_problem(&problem, &spec)?.backward.unwrap().kernels)
+    };
+    let auto = on(Backend::Auto);
+    assert_eq!(
+        kernels(on_gpu(100, 300, 64, 64), auto.clone().with_score(phase()))?,
+        [
+            "attend_delta_bf16",
+            "attend_backward_phase_fast_w64_v1_keys_bf16",
+            "attend_backward_phase_fast_w64_v1_queries_bf16"
+        ]
+    );
+    // The kernel for few queries leaves nothing, and is precise.
+    assert_eq!(
+        kernels(on_gpu(16, 300, 64, 64), auto.clone().with_score(phase()))?,
+        [
+            "attend_forward_phase_precise_w64_v1_bf16",
+            "attend_delta_bf16",
+            "attend_backward_phase_precise_w64_v1_keys_bf16",
+            "attend_backward_phase_precise_w64_v1_queries_bf16"
+        ]
+    );
+    let single = Problem {
+        dtype: DType::F32,
+        ..on_gpu(16, 300, 64, 64)
+    };
+    assert_eq!(
+        kernels(single, auto.clone())?,
+        [
+            "attend_simt_delta_f32",
+            "attend_simt_backward_dot_keys_f32",
+            "attend_simt_backward_dot_queries_f32"
+        ]
+    );
+    // Values too wide for the tiles of the backward pass.
+    assert_eq!(
+        kernels(on_gpu(100, 300, 256, 512), auto)?[..2],
+        ["attend_simt_dot_bf16", "attend_simt_delta_bf16"]
+    );
+    Ok(())
+}
+
+#[test]
+fn backward_pass_is_planned_on_gpus_only() -> Result<()> {
+    for (problem, backend) in [
+        (problem(DeviceKind::Cpu, DType::F32), Backend::Auto),
+        (problem(DeviceKind::Cpu, DType::F32), Backend::Dense),
+        (on_gpu(100, 300, 64, 64), Backend::Dense),
+    ] {
+        assert_eq!(plan_problem(&problem, &on(backend))?.backward, None);
+    }
+    Ok(())
+}
+
+#[test]
+fn memory_of_the_gpus_backward_pass_is_linear_in_length_and_told() -> Result<()> {
+    let of_length = |t: usize, dtype: DType| -> Result<_> {
+        let problem = Problem {
+            dtype,
+            ..on_gpu(t, t, 64, 64)
+        };
+        Ok(plan_problem(&problem, &on(Backend::Auto))?
+            .backward
+            .unwrap())
+    };
+    // 16 heads: two numbers a query, and 64 columns of what rounding lost.
+    let half = of_length(1000, DType::BF16)?;
+    assert_eq!(half.saved_bytes, 16_000 * (2 * 4 + 2 * 64));
+    assert_eq!(
+        of_length(1000, DType::F32)?.saved_bytes,
+        16_000 * 2 * size_of::<f32>()
+    );
+    assert_eq!(
+        of_length(1000, DType::F64)?.saved_bytes,
+        16_000 * 2 * size_of::<f64>()
+    );
+    let long = of_length(100_000, DType::BF16)?;
+    assert_eq!(long.saved_bytes, 100 * half.saved_bytes);
+    assert!(long.workspace_bytes <= 101 * half.workspace_bytes);
+    // Two numbers a query, a mark for 64, and the gradient where it has to be copied.
+    assert_eq!(
+        half.workspace_bytes,
+        16_000 * 2 * 4 + 16 * 16 * 4 + 16_000 * 64 * 2
+    );
+    // What the forward pass does not leave, running it again does.
+    let few = of_length(16, DType::BF16)?;
+    assert_eq!(few.saved_bytes, 0);
+    assert!(few.workspace_bytes >= 16 * 16 * (2 * 4 + 2 * 2 * 64));
+    Ok(())
+}
+
+#[test]
 fn gpu_workspace_is_linear_in_length() -> Result<()> {
     for score in [Score::Dot, phase()] {
         for t in [1, 1000] {

@@ -24,10 +24,11 @@ pub struct Unit {
 }
 
 impl Unit {
-    fn simt(score: &str) -> Self {
+    /// `kind` is how the kernels' names start.
+    fn simt(kind: &str, source: &'static str, score: &str) -> Self {
         Self {
-            name: format!("attend_simt_{score}"),
-            source: "attend_simt.cu",
+            name: format!("{kind}_{score}"),
+            source,
             macros: vec![format!("SCORE_{}=1", score.to_uppercase())],
         }
     }
@@ -118,14 +119,25 @@ impl Unit {
 }
 
 /// Units without macros: the name and the source.
-const PLAIN: [(&str, &str); 2] = [
+const PLAIN: [(&str, &str); 3] = [
     ("attend_delta", "attend_delta.cu"),
     ("attend_merge", "attend_merge.cu"),
+    ("attend_simt_delta", "attend_simt_delta.cu"),
+];
+
+/// Units for each score of the general kernels: how their names start, and the source.
+const SIMT: [(&str, &str); 2] = [
+    ("attend_simt_backward", "attend_simt_backward.cu"),
+    ("attend_simt", "attend_simt.cu"),
 ];
 
 /// All units, the slowest to compile first, so that none is left running alone.
 pub fn units() -> Vec<Unit> {
-    let mut units: Vec<_> = SIMT_SCORES.iter().map(|score| Unit::simt(score)).collect();
+    let of_scores = |(kind, source)| {
+        let scores = SIMT_SCORES.iter();
+        scores.map(move |score| Unit::simt(kind, source, score))
+    };
+    let mut units: Vec<_> = SIMT.into_iter().flat_map(of_scores).collect();
     let mut forward = FORWARD.to_vec();
     forward.sort_by_key(|tile| Reverse(tile.width * tile.values));
     units.extend(forward.iter().map(Unit::forward));

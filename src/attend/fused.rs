@@ -1,12 +1,12 @@
-//! The fused path as one candle operation: forward and backward side by side. On the CPU the backward pass computes
-//! scores anew from the saved log-sum-exp; on a GPU it goes through the dense path, until it has kernels of its own.
+//! The fused path as one candle operation: forward and backward side by side. The backward pass computes scores anew
+//! and turns them into weights by what the forward pass saved of each row.
 
 use super::cpu::{self, RowStatistics, Rows};
 use super::problem::{Dims, Resolved};
-use super::{dense, AttendOutput};
+use super::AttendOutput;
 use crate::host::{on_host, Element, View};
 use candle_core::backend::BackendStorage;
-use candle_core::{bail, CpuStorage, CustomOp3, DType, Layout, Result, Shape, Tensor, Var};
+use candle_core::{bail, CpuStorage, CustomOp3, DType, Layout, Result, Shape, Tensor};
 use half::{bf16, f16};
 use std::sync::{Arc, OnceLock};
 
@@ -169,41 +169,6 @@ impl FusedAttention {
     }
 }
 
-/// Zeros like x, which may be of no length: a GPU has no such memory, but a view of some can be.
-fn zeros_of_any_length(x: &Tensor) -> Result<Tensor> {
-    let dims: Vec<usize> = x.dims().iter().map(|size| (*size).max(1)).collect();
-    let zeros = Tensor::zeros(dims, x.dtype(), x.device())?;
-    let cut = |zeros: Tensor, (dim, size): (usize, &usize)| zeros.narrow(dim, 0, *size);
-    x.dims().iter().enumerate().try_fold(zeros, cut)
-}
-
-/// Gradients through the dense path, whose inputs are copies so that nothing is tracked beyond them.
-fn dense_backward(
-    call: &Resolved,
-    inputs: [&Tensor; 3],
-    grad: &Tensor,
-) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
-    let [q, k, v] = inputs;
-    let Dims { b, h, t, s, .. } = call.dims;
-    if b * h * t * s == 0 {
-        return Ok((
-            Some(zeros_of_any_length(q)?),
-            Some(zeros_of_any_length(k)?),
-            Some(zeros_of_any_length(v)?),
-        ));
-    }
-    let copy = |x: &Tensor| Var::from_tensor(&x.detach());
-    let (q, k, v) = (copy(q)?, copy(k)?, copy(v)?);
-    let out = dense::attend(&q, &k, &v, call)?.out;
-    let gradients = (out * grad.detach())?.sum_all()?.backward()?;
-    let gradient = |x: &Var| match gradients.get(x) {
-        Some(gradient) => Ok(Some(gradient.clone())),
-        // Nothing is seen, or there is nothing to see.
-        None => x.zeros_like().map(Some),
-    };
-    Ok((gradient(&q)?, gradient(&k)?, gradient(&v)?))
-}
-
 impl CustomOp3 for FusedAttention {
     fn name(&self) -> &'static str {
         "attend"
@@ -271,11 +236,7 @@ impl CustomOp3 for FusedAttention {
         let tensors = [q, k, v, out, grad];
         #[cfg(feature = "cuda")]
         if let Some(Saved::OnGpu { rows, .. }) = self.saved.get() {
-            let rows = rows.as_ref();
-            return match super::cuda::backward(&self.call, [q, k, v], out, rows, grad)? {
-                Some(gradients) => Ok(gradients),
-                None => dense_backward(&self.call, [q, k, v], grad),
-            };
+            return super::cuda::backward(&self.call, [q, k, v], out, rows.as_ref(), grad);
         }
         match q.dtype() {
             DType::F32 => self.backward::<f32>(tensors),
@@ -289,53 +250,3 @@ impl CustomOp3 for FusedAttention {
 
 #[cfg(test)]
 mod arriving;
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::attend::{AttendSpec, Backend, Problem};
-    use candle_core::Device;
-
-    fn normal(dims: (usize, usize, usize, usize)) -> Result<Tensor> {
-        Tensor::randn(0f64, 1., dims, &Device::Cpu)
-    }
-
-    #[test]
-    fn gradients_by_way_of_the_dense_path_equal_its_own() -> Result<()> {
-        let [q, k, v, grad] = [
-            normal((2, 4, 5, 6))?,
-            normal((2, 2, 7, 6))?,
-            normal((2, 2, 7, 3))?,
-            normal((2, 4, 5, 3))?,
-        ];
-        let spec = AttendSpec::causal().with_backend(Backend::Dense);
-        let call = Problem::of(&q, &k, &v)?.resolve(&spec)?;
-        let (dq, dk, dv) = dense_backward(&call, [&q, &k, &v], &grad)?;
-        let vars = [&q, &k, &v].map(Var::from_tensor);
-        let [Ok(q), Ok(k), Ok(v)] = &vars else {
-            bail!("no variables")
-        };
-        let out = crate::attend::attend(q, k, v, &spec)?;
-        let gradients = (out * grad)?.sum_all()?.backward()?;
-        for (var, gradient) in [(q, dq), (k, dk), (v, dv)] {
-            let expected = gradients.get(var).unwrap().flatten_all()?;
-            let gradient = gradient.unwrap();
-            assert_eq!(gradient.dims(), var.dims());
-            assert_eq!(
-                gradient.flatten_all()?.to_vec1::<f64>()?,
-                expected.to_vec1::<f64>()?
-            );
-        }
-        Ok(())
-    }
-
-    #[test]
-    fn gradients_by_way_of_the_dense_path_are_zero_where_there_is_no_key() -> Result<()> {
-        let (q, kv) = (normal((1, 2, 3, 4))?, normal((1, 2, 0, 4))?);
-        let call = Problem::of(&q, &kv, &kv)?.resolve(&AttendSpec::causal())?;
-        let (dq, dk, _) = dense_backward(&call, [&q, &kv, &kv], &q)?;
-        assert_eq!(dq.unwrap().flatten_all()?.to_vec1::<f64>()?, [0.; 24]);
-        assert_eq!(dk.unwrap().dims(), kv.dims());
-        Ok(())
-    }
-}

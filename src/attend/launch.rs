@@ -4,8 +4,9 @@
 #![cfg_attr(not(feature = "cuda"), allow(dead_code))]
 
 use super::cuda::tiles::{
-    simt_rows, simt_shared_bytes, BackwardSide, BackwardTile, DecodeTile, ForwardTile, BACKWARD,
-    DECODE, DELTA_TILE, DELTA_WARPS, FORWARD, SIMT_PIECE, SIMT_THREADS,
+    simt_backward_shared_bytes, simt_rows, simt_shared_bytes, simt_stage, simt_width, BackwardSide,
+    BackwardTile, DecodeTile, ForwardTile, BACKWARD, DECODE, DELTA_TILE, DELTA_WARPS, FORWARD,
+    SIMT_DELTA_WARPS, SIMT_PIECE, SIMT_THREADS,
 };
 use super::problem::{saturating_product, saturating_sum, Dims, Resolved, ResolvedScore};
 use super::{Operand, Precision, Score};
@@ -280,6 +281,29 @@ impl Backward {
     }
 }
 
+/// The names of all kernels, once each.
+#[cfg(test)]
+pub(crate) fn kernel_entries(dtype: DType) -> Vec<String> {
+    use super::cuda::tiles::SIMT_SCORES;
+    let forward = FORWARD.iter().map(|tile| Kernel::Forward(*tile));
+    let decode = DECODE.iter().map(|tile| Kernel::Decode(*tile));
+    let simt = SIMT_SCORES.iter().map(|score| Kernel::Simt(score));
+    let kernels = forward.chain(decode).chain(simt);
+    let tiles = BACKWARD.iter().map(|tile| Backward::Tiles(*tile));
+    let without = SIMT_SCORES.iter().map(|score| Backward::Simt(score));
+    let passes = tiles.chain(without).flat_map(|backward| {
+        let entry = move |pass: Pass| backward.entry(pass, dtype);
+        [Pass::Keys, Pass::Queries].map(entry)
+    });
+    let deltas = [Backward::Tiles(BACKWARD[0]), Backward::Simt("dot")];
+    let deltas = deltas.map(|backward| backward.entry(Pass::Delta, dtype));
+    let merge = format!("attend_merge_{}", dtype_name(dtype));
+    let entries = kernels.map(|kernel| kernel.entry(dtype));
+    (entries.chain(passes).chain(deltas))
+        .chain([merge])
+        .collect()
+}
+
 /// Blocks of `attend_delta`.
 pub(super) fn delta_tiles(dims: &Dims) -> usize {
     saturating_product([dims.t.div_ceil(DELTA_TILE), dims.h, dims.b])
@@ -461,11 +485,54 @@ impl Launch {
             simt_shared_bytes(dims.d, amp_dim.unwrap_or(dims.d), accumulator_bytes(dtype)),
         )
     }
+
+    /// One block for each few rows of the output.
+    pub(super) fn simt_delta(dims: &Dims) -> Result<Self> {
+        let rows = saturating_product([dims.b, dims.h, dims.t]);
+        let blocks = rows.div_ceil(SIMT_DELTA_WARPS);
+        Self::new(blocks, 1, 32 * SIMT_DELTA_WARPS, 0)
+    }
+
+    /// One block for each tile of keys of each key/value head, tiles fastest, and each piece of dk and dv.
+    pub(super) fn simt_keys(dims: &Dims, dtype: DType, amp_dim: Option<usize>) -> Result<Self> {
+        let values = dims.e.div_ceil(simt_stage(accumulator_bytes(dtype)));
+        let tiles = simt_key_tiles(dims, dtype);
+        Self::simt_backward(dims, dtype, amp_dim, tiles, values)
+    }
+
+    /// One block for each tile of rows of each key/value head, tiles fastest, and each piece of dq.
+    pub(super) fn simt_queries(dims: &Dims, dtype: DType, amp_dim: Option<usize>) -> Result<Self> {
+        Self::simt_backward(dims, dtype, amp_dim, simt_tiles(dims, dtype), 0)
+    }
+
+    /// The results are as many stages of columns as q and k have, and `more`.
+    fn simt_backward(
+        dims: &Dims,
+        dtype: DType,
+        amp_dim: Option<usize>,
+        tiles: usize,
+        more: usize,
+    ) -> Result<Self> {
+        let bytes = accumulator_bytes(dtype);
+        let width = simt_width(dims.d, amp_dim.unwrap_or(dims.d), bytes);
+        let stages = width.div_ceil(simt_stage(bytes)).saturating_add(more);
+        Self::new(
+            saturating_product([tiles, dims.g, dims.b]),
+            stages.div_ceil(SIMT_PIECE / simt_stage(bytes)),
+            SIMT_THREADS,
+            simt_backward_shared_bytes(amp_dim.is_some(), bytes),
+        )
+    }
 }
 
-/// Tiles of rows in a key/value head, for the kernel without tensor cores.
+/// Tiles of rows, queries times heads of a group, in a key/value head, for the kernels without tensor cores.
 pub(super) fn simt_tiles(dims: &Dims, dtype: DType) -> usize {
     rows(dims).div_ceil(simt_rows(accumulator_bytes(dtype)))
+}
+
+/// Tiles of keys in a key/value head, for the kernels without tensor cores.
+pub(super) fn simt_key_tiles(dims: &Dims, dtype: DType) -> usize {
+    dims.s.div_ceil(simt_rows(accumulator_bytes(dtype)))
 }
 
 fn accumulator_bytes(dtype: DType) -> usize {
@@ -837,6 +904,194 @@ mod tests {
     /// Of compute capabilities 8.6, 8.9 and 12.0, which have the least (CUDA programming guide).
     const LEAST_SHARED_BYTES: usize = 99 << 10;
 
+    /// Demands of every kind, also such as no kernel on tensor cores takes.
+    fn demands() -> Vec<Demand> {
+        let mut demands = Vec::new();
+        for dtype in [DType::BF16, DType::F16, DType::F32, DType::F64] {
+            for [d, e] in [
+                [8, 8],
+                [64, 64],
+                [64, 128],
+                [96, 96],
+                [96, 192],
+                [128, 256],
+                [256, 256],
+                [256, 264],
+                [64, 512],
+                [63, 64],
+                [64, 63],
+            ] {
+                let amp_dim = d / 16 * 8;
+                let mut scores = vec![ScoreKind::Dot, ScoreKind::Bias];
+                for precision in [Precision::Fast, Precision::Precise] {
+                    scores.push(phase(amp_dim.max(4), precision));
+                    scores.push(phase(d - 8.min(d - 1), precision));
+                }
+                for t in [1, 16, 17, 1000] {
+                    let of_score = |score: &ScoreKind| Demand {
+                        dtype,
+                        ..demand([d, e], t, *score)
+                    };
+                    demands.extend(scores.iter().map(of_score));
+                }
+            }
+        }
+        demands
+    }
+
+    #[test]
+    fn backward_kernels_are_the_narrowest_that_hold_whole_heads_and_values() {
+        use ScoreKind::{Bias, Dot};
+        let entry = |demand: Demand| Backward::choose(&demand).entry(Pass::Keys, demand.dtype);
+        for (widths, score, expected) in [
+            ([8, 8], Dot, "dot_w64_v1"),
+            ([64, 64], Dot, "dot_w64_v1"),
+            ([64, 128], Dot, "dot_w64_v2"),
+            ([72, 72], Dot, "dot_w128_v1"),
+            ([64, 136], Dot, "dot_w128_v2"),
+            ([128, 256], Dot, "dot_w128_v2"),
+            ([136, 8], Dot, "dot_w256_v1"),
+            ([64, 128], Bias, "bias_w128_v1"),
+            ([256, 256], Bias, "bias_w256_v1"),
+            ([64, 64], phase(32, Precision::Fast), "phase_fast_w64_v1"),
+            (
+                [64, 64],
+                phase(40, Precision::Precise),
+                "phase_precise_w128_v1",
+            ),
+            (
+                [256, 256],
+                phase(128, Precision::Fast),
+                "phase_fast_w256_v1",
+            ),
+        ] {
+            let expected = format!("attend_backward_{expected}_keys_bf16");
+            assert_eq!(entry(demand(widths, 17, score)), expected, "{widths:?}");
+        }
+        for (widths, score, expected) in [
+            ([63, 64], Dot, "dot"),
+            ([256, 264], Dot, "dot"),
+            ([256, 64], phase(136, Precision::Fast), "phase"),
+        ] {
+            let expected = format!("attend_simt_backward_{expected}_keys_bf16");
+            assert_eq!(entry(demand(widths, 17, score)), expected, "{widths:?}");
+        }
+        let single = Demand {
+            dtype: DType::F32,
+            ..demand([64, 64], 17, Bias)
+        };
+        let names = Pass::ALL.map(|pass| Backward::choose(&single).entry(pass, single.dtype));
+        assert_eq!(
+            names,
+            [
+                "attend_simt_delta_f32",
+                "attend_simt_backward_bias_keys_f32",
+                "attend_simt_backward_bias_queries_f32"
+            ]
+        );
+    }
+
+    #[test]
+    fn backward_pass_is_as_precise_as_the_forward_pass() {
+        for demand in demands() {
+            let precision = match Backward::choose(&demand) {
+                Backward::Tiles(tile) if tile.score == "phase_fast" => Precision::Fast,
+                _ => Precision::Precise,
+            };
+            let forward = Kernel::choose(&demand).unwrap();
+            let is_phase = matches!(demand.score, ScoreKind::Phase { .. });
+            assert!(
+                !is_phase
+                    || precision == forward.precision()
+                    || Backward::choose(&demand) == Backward::Simt("phase"),
+                "{demand:?}"
+            );
+        }
+    }
+
+    #[test]
+    fn backward_pass_on_tensor_cores_has_a_forward_kernel_there_of_the_same_score() {
+        let mut seen = 0;
+        for demand in demands() {
+            let backward = Backward::choose(&demand);
+            match (backward, backward.forward(&demand)) {
+                (Backward::Tiles(tile), Kernel::Forward(forward)) => {
+                    assert_eq!(tile.score, forward.score, "{demand:?}");
+                    seen += 1;
+                }
+                (Backward::Simt(score), Kernel::Simt(forward)) => assert_eq!(score, forward),
+                (backward, forward) => panic!("{demand:?}: {backward:?} {forward:?}"),
+            }
+        }
+        assert!(seen > 100);
+    }
+
+    #[test]
+    fn output_of_many_queries_leaves_what_the_backward_pass_on_tensor_cores_reads() {
+        for demand in demands() {
+            let (backward, forward) = (Backward::choose(&demand), Kernel::choose(&demand));
+            if let (Backward::Tiles(_), true) = (backward, demand.dims.t > MOST_DECODED) {
+                assert_eq!(Ok(backward.forward(&demand)), forward, "{demand:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn backward_grids_cover_every_key_query_and_row_once() -> Result<()> {
+        for tile in BACKWARD {
+            for (t, s) in [(1, 777), (64, 64), (65, 1), (1000, 63)] {
+                let dims = dims([3, 6, 2, t, s, tile.width, tile.values * tile.width]);
+                let covers = |blocks: u32, heads: usize, held: usize, len: usize| {
+                    let blocks = blocks as usize;
+                    assert_eq!(blocks % (heads * 3), 0);
+                    let tokens = blocks / (heads * 3) * held;
+                    assert!(tokens >= len && tokens - len < held);
+                };
+                let keys = Launch::backward_keys(tile, &dims)?;
+                covers(keys.grid[0], 2, held_tokens(&tile.keys), s);
+                let queries = Launch::backward_queries(tile, &dims)?;
+                covers(queries.grid[0], 6, held_tokens(&tile.queries), t);
+                covers(Launch::delta(&dims)?.grid[0], 6, DELTA_TILE, t);
+                for (launch, side) in [(keys, tile.keys), (queries, tile.queries)] {
+                    assert_eq!(launch.grid[1..], [side.pieces as u32, 1]);
+                    assert_eq!(launch.block, 32 * side.warps as u32);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn marks_of_rows_are_of_whole_tiles_of_queries() {
+        for tile in BACKWARD {
+            assert!(DELTA_TILE.is_multiple_of(tile.keys.tile), "{tile:?}");
+        }
+    }
+
+    #[test]
+    fn simt_backward_grids_cover_rows_and_columns() -> Result<()> {
+        for (dtype, rows) in [(DType::F32, 64), (DType::BF16, 64), (DType::F64, 32)] {
+            for (t, s, d, e, keys, queries) in [
+                (1, 1, 40, 50, 1, 1),
+                (33, 65, 64, 64, 1, 1),
+                (70, 31, 100, 300, 4, 1),
+                (129, 64, 256, 512, 6, 2),
+            ] {
+                let dims = dims([2, 6, 2, t, s, d, e]);
+                let [x, y, z] = Launch::simt_keys(&dims, dtype, None)?.grid;
+                assert_eq!((x as usize, z), (4 * s.div_ceil(rows), 1));
+                assert_eq!(y, keys, "{dtype:?} {d} {e}");
+                let [x, y, z] = Launch::simt_queries(&dims, dtype, Some(d / 2))?.grid;
+                assert_eq!((x as usize, z), (4 * (3 * t).div_ceil(rows), 1));
+                assert_eq!(y, queries, "{dtype:?} {d} {e}");
+                let delta = Launch::simt_delta(&dims)?;
+                assert!(delta.grid[0] as usize * SIMT_DELTA_WARPS >= 2 * 6 * t);
+                assert_eq!(delta.block as usize, 32 * SIMT_DELTA_WARPS);
+            }
+        }
+        Ok(())
+    }
+
     #[test]
     fn shared_memory_of_every_kernel_fits_every_gpu() {
         for (kernel, _) in tiles_with_calls() {
@@ -847,7 +1102,16 @@ mod tests {
             };
             assert!(bytes <= LEAST_SHARED_BYTES, "{kernel:?}: {bytes}");
         }
+        for tile in BACKWARD {
+            for side in [tile.keys, tile.queries] {
+                let bytes = tile.shared_bytes(&side);
+                assert!(bytes <= LEAST_SHARED_BYTES, "{tile:?}: {bytes}");
+            }
+        }
         for bytes in [4, 8] {
+            // As the kernels' own sizes add up to.
+            let sizes = [false, true].map(|is_phase| simt_backward_shared_bytes(is_phase, bytes));
+            assert_eq!(sizes, [[48_768, 57_984], [38_400, 47_104]][bytes / 8]);
             for d in 1..=WIDEST_HEAD {
                 for amp_dim in [1, d / 2, d - 1, d] {
                     let shared = simt_shared_bytes(d, amp_dim, bytes);
@@ -886,10 +1150,21 @@ mod tests {
             Launch::decode(decode, &absurd, &split),
             Launch::merge(&absurd),
             Launch::simt(&absurd, DType::F32, None),
+            Launch::delta(&absurd),
+            Launch::backward_keys(&BACKWARD[0], &absurd),
+            Launch::backward_queries(&BACKWARD[0], &absurd),
+            Launch::simt_delta(&absurd),
+            Launch::simt_keys(&absurd, DType::F32, None),
+            Launch::simt_queries(&absurd, DType::F64, None),
         ];
         for launch in launches {
             let error = launch.unwrap_err().to_string();
             assert!(error.contains("blocks"), "{error}");
+        }
+        for backward in [Backward::Tiles(BACKWARD[0]), Backward::Simt("dot")] {
+            let bytes = backward.workspace_bytes(&absurd, DType::BF16);
+            assert_eq!(bytes, usize::MAX);
+            assert_eq!(backward.saved_bytes(&absurd, DType::BF16), usize::MAX);
         }
         // So many blocks need no parts.
         assert_eq!(workspace_bytes(&Kernel::Decode(*decode), &absurd), 0);

@@ -11,10 +11,9 @@
 //! gradients, on every path.
 //!
 //! # Which code runs
-//! [`plan`] tells. The fused path computes scores tile by tile and again in the backward pass from the saved
-//! log-sum-exp, so its memory is linear in T and S; the dense path is plain tensor operations over a
-//! (B, H, T, S) matrix, the reference for values and gradients. On a GPU the forward pass is fused, but for now the
-//! backward pass goes through the dense path: its memory grows with T · S.
+//! [`plan`] tells. The fused path computes scores tile by tile, and anew in the backward pass, where what the forward
+//! pass saved of each query turns them into weights, so its memory is linear in T and S; the dense path is plain tensor
+//! operations over a (B, H, T, S) matrix, the reference for values and gradients.
 
 pub(crate) mod cpu;
 mod cuda;
@@ -33,7 +32,9 @@ use std::sync::Arc;
 #[cfg(feature = "cuda")]
 #[doc(hidden)]
 pub use crate::gpu::{kernel_launches, kernel_resources, KernelResources};
-pub use plan::{plan, plan_problem, Path, Plan};
+#[cfg(all(test, feature = "cuda"))]
+pub(crate) use launch::kernel_entries;
+pub use plan::{plan, plan_problem, BackwardPlan, Path, Plan};
 pub use problem::{DeviceKind, Operand, Problem};
 
 /// How a query q at position m and a key k at position n make a score, before softmax.
@@ -89,7 +90,7 @@ pub enum Precision {
     #[default]
     Fast,
     /// A polynomial. On tensor cores 4 % (D = 128) to 14 % (D = 64, T = 2048) slower. Decoding and the kernels without
-    /// tensor cores always use it.
+    /// tensor cores always use it, and so does the backward pass of what they computed.
     Precise,
 }
 
@@ -191,7 +192,8 @@ pub struct AttendOutput {
 /// accumulated in f32.
 ///
 /// On the fused CPU path the output does not depend on the number of threads, and the gradients are the same bit
-/// for bit on every run with the same number of threads. On a GPU the output is the same bit for bit on every run.
+/// for bit on every run with the same number of threads. On a GPU output and gradients are the same bit for bit on every
+/// run.
 ///
 /// # Shapes
 /// q (B, H, T, D), k (B, G, S, D), v (B, G, S, E) → (B, H, T, E). Any strides.

@@ -1,6 +1,6 @@
 //! Which path a call takes, decided from shapes alone, so that it can be asked and tested without a device.
 
-use super::launch::{self, Demand, Kernel, ScoreKind};
+use super::launch::{self, Backward, Demand, Kernel, Pass, ScoreKind};
 use super::problem::{saturating_product, saturating_sum, Dims};
 use super::{cpu, AttendSpec, Backend, DeviceKind, Precision, Problem, Score};
 use crate::positions::Positions;
@@ -15,8 +15,7 @@ pub enum Path {
     Dense,
     /// Tiles on the host's cores; memory linear in T and S.
     FusedCpu,
-    /// The kernels for NVIDIA GPUs of compute capability 8.0 and later; memory linear in T and S. For now gradients
-    /// come from tensor operations over a (B, H, T, S) matrix.
+    /// The kernels for NVIDIA GPUs of compute capability 8.0 and later; memory linear in T and S.
     FusedCuda,
 }
 
@@ -40,6 +39,23 @@ pub struct Plan {
     pub workspace_bytes: usize,
     /// Copies and conversions of inputs that it makes.
     pub copies: Vec<String>,
+    /// The backward pass, on a GPU. None elsewhere: on the CPU it runs the code of `kernel` over memory that grows with
+    /// the number of threads, and on the dense path candle differentiates operation by operation.
+    pub backward: Option<BackwardPlan>,
+}
+
+/// The backward pass of a [`Plan`].
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct BackwardPlan {
+    /// The names of its kernels in the order in which they run: what is needed of each query, then dk and dv, then dq. A
+    /// forward kernel before them runs once more, because the one that made the output leaves nothing for them. The one
+    /// for dk and dv runs where k or v is tracked, that for dq where q is.
+    pub kernels: Vec<String>,
+    /// Memory that the forward pass of tracked tensors leaves for it, beside inputs and output, in bytes.
+    pub saved_bytes: usize,
+    /// Memory beyond that, the output's gradient and its own gradients that it asks for at most, in bytes; tables that
+    /// the forward pass made are used again.
+    pub workspace_bytes: usize,
 }
 
 impl fmt::Display for Plan {
@@ -52,7 +68,9 @@ impl fmt::Display for Plan {
             precision,
             workspace_bytes,
             copies,
+            backward,
         } = self;
+        let mebibytes = |bytes: usize| bytes as f64 / (1 << 20) as f64;
         write!(
             f,
             "{path:?} ({kernel}), because {reason}; accumulates in {accumulate:?}"
@@ -60,13 +78,18 @@ impl fmt::Display for Plan {
         if let Some(precision) = precision {
             write!(f, "; phase {precision:?}")?;
         }
-        write!(
-            f,
-            "; {:.1} MiB of workspace",
-            *workspace_bytes as f64 / (1 << 20) as f64
-        )?;
+        write!(f, "; {:.1} MiB of workspace", mebibytes(*workspace_bytes))?;
         for copy in copies {
             write!(f, "; {copy}")?;
+        }
+        if let Some(backward) = backward {
+            write!(
+                f,
+                "; backward {}, {:.1} MiB saved for it, {:.1} MiB of workspace",
+                backward.kernels.join(", "),
+                mebibytes(backward.saved_bytes),
+                mebibytes(backward.workspace_bytes)
+            )?;
         }
         Ok(())
     }
@@ -106,6 +129,7 @@ pub fn plan_problem(problem: &Problem, spec: &AttendSpec) -> Result<Plan> {
             position_bytes(&dims, spec),
         ]),
         copies: dense_copies(problem, spec, accumulate),
+        backward: None,
     };
     match (spec.backend, problem.device) {
         (Backend::Dense, _) => Ok(dense("the caller asked for it")),
@@ -125,6 +149,7 @@ pub fn plan_problem(problem: &Problem, spec: &AttendSpec) -> Result<Plan> {
                     position_bytes(&dims, spec),
                 ]),
                 copies,
+                backward: None,
             })
         }
         (Backend::Auto | Backend::Fused, device) => match cuda_plan(problem, &dims, spec) {
@@ -164,11 +189,12 @@ fn cuda_plan(
         ));
     }
     let score = ScoreKind::of(&spec.score, spec.precision);
-    let kernel = Kernel::choose(&Demand {
+    let demand = Demand {
         dims: *dims,
         dtype: problem.dtype,
         score,
-    })?;
+    };
+    let kernel = Kernel::choose(&demand)?;
     let copied = [("q", problem.q), ("k", problem.k), ("v", problem.v)]
         .into_iter()
         .filter(|(_, operand)| kernel.needs_copy(operand, problem.dtype));
@@ -182,8 +208,12 @@ fn cuda_plan(
         }
         _ => 0,
     };
+    let list_bytes = match are_explicit(spec) {
+        true => launch::position_bytes(dims),
+        false => 0,
+    };
     let position_bytes = match are_explicit(spec) {
-        true => position_bytes(dims, spec).saturating_add(launch::position_bytes(dims)),
+        true => position_bytes(dims, spec).saturating_add(list_bytes),
         false => 0,
     };
     Ok(Plan {
@@ -204,7 +234,34 @@ fn cuda_plan(
         copies: copied
             .map(|(name, _)| format!("makes {name} contiguous"))
             .collect(),
+        backward: Some(cuda_backward(&demand, &kernel, list_bytes)),
     })
+}
+
+/// The backward pass on a GPU behind this forward kernel; `list_bytes` of positions have tiles of each kernel's own.
+fn cuda_backward(demand: &Demand, kernel: &Kernel, list_bytes: usize) -> BackwardPlan {
+    let Demand { dims, dtype, .. } = demand;
+    let backward = Backward::choose(demand);
+    let leaving = backward.forward(demand);
+    let left = backward.saved_bytes(dims, *dtype);
+    let out = saturating_product([dims.b, dims.h, dims.t, dims.e, dtype.size_in_bytes()]);
+    let runs_again = (leaving != *kernel).then(|| leaving.entry(*dtype));
+    let (saved_bytes, again_bytes) = match runs_again {
+        Some(_) => (0, left.saturating_add(out)),
+        None => (left, 0),
+    };
+    let entries = Pass::ALL.map(|pass| backward.entry(pass, *dtype));
+    BackwardPlan {
+        kernels: runs_again.into_iter().chain(entries).collect(),
+        saved_bytes,
+        workspace_bytes: saturating_sum([
+            backward.workspace_bytes(dims, *dtype),
+            // The gradient, where the kernels cannot read it where it lies.
+            out,
+            again_bytes,
+            saturating_product([list_bytes, 3]),
+        ]),
+    }
 }
 
 /// No less than the distance of any query and a key that it sees.

@@ -13,7 +13,7 @@ pub(crate) use memory::{kept, upload, Held};
 #[cfg(feature = "cuda")]
 pub use module::{kernel_launches, kernel_resources, KernelResources};
 #[cfg(feature = "cuda")]
-pub(crate) use module::{launch, unit_of, IMAGES};
+pub(crate) use module::{launch, IMAGES};
 
 use candle_core::{bail, Result};
 

@@ -104,7 +104,7 @@ fn load(
 }
 
 /// The compiled file that a kernel is in: its name starts with the file's, and the longest such is the right one.
-pub(crate) fn unit_of(entry: &str) -> Option<&'static (&'static str, &'static [u8])> {
+fn unit_of(entry: &str) -> Option<&'static (&'static str, &'static [u8])> {
     let units = KERNELS.iter().filter(|(unit, _)| entry.starts_with(unit));
     units.max_by_key(|(unit, _)| unit.len())
 }
@@ -182,4 +182,30 @@ pub(crate) unsafe fn launch<Call: DeviceRepr>(
         })
     };
     done(launched, entry, "could not be launched").map(drop)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::attend::kernel_entries;
+    use candle_core::DType;
+    use std::collections::HashSet;
+
+    #[test]
+    fn every_kernel_of_attention_has_a_compiled_file_with_its_name() {
+        let entries = kernel_entries(DType::F16);
+        assert!(entries.len() > 100);
+        for entry in &entries {
+            let unit = unit_of(entry).map(|(unit, image)| (*unit, image.is_empty()));
+            // What follows the file's name: the side of a backward kernel, and the dtype.
+            let name = entry.strip_suffix("_f16").unwrap();
+            let name = match entry.contains("_backward_") {
+                true => name.trim_end_matches("_keys").trim_end_matches("_queries"),
+                false => name,
+            };
+            assert_eq!(unit, Some((name, false)), "{entry}");
+        }
+        let different: HashSet<_> = entries.iter().collect();
+        assert_eq!(different.len(), entries.len());
+    }
 }

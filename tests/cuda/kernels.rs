@@ -35,11 +35,10 @@ fn all() -> BTreeSet<String> {
     all
 }
 
-/// Those that no plan names: of backward passes, and what puts the parts of a split together.
-fn behind_plans() -> BTreeSet<String> {
+/// Those of backward passes, by the names that plans give them.
+fn gradients() -> BTreeSet<String> {
     let mut all = BTreeSet::new();
     for dtype in ["bf16", "f16"] {
-        all.insert(format!("attend_merge_{dtype}"));
         all.insert(format!("attend_delta_{dtype}"));
         for tile in tiles::BACKWARD {
             for side in ["keys", "queries"] {
@@ -59,6 +58,13 @@ fn behind_plans() -> BTreeSet<String> {
         }
     }
     all
+}
+
+/// All of them, and those that put the parts of a split together, which no plan names.
+fn every() -> BTreeSet<String> {
+    let merges = ["attend_merge_bf16", "attend_merge_f16"].map(str::to_string);
+    let all = all().into_iter().chain(gradients());
+    all.chain(merges).collect()
 }
 
 pub fn tests() -> Vec<Test> {
@@ -81,7 +87,7 @@ fn loads(target: &Target, report: &mut Report) -> Result<()> {
     }
     let mut most: (usize, String) = Default::default();
     let mut images = BTreeSet::new();
-    for kernel in all().into_iter().chain(behind_plans()) {
+    for kernel in every() {
         match kernel_resources(target.device(), &kernel) {
             Ok(resources) => {
                 report.check(resources.local_bytes == 0, || {
@@ -113,20 +119,30 @@ pub fn coverage() -> Vec<Test> {
                 format!("{kernel} has not run")
             });
         }
-        for kernel in ran.keys() {
-            report.check(all().contains(kernel), || format!("{kernel} is in no list"));
+        let backward = gradients();
+        for kernel in &backward {
+            report.check(ran.contains_key(kernel), || {
+                format!("{kernel} was in no plan")
+            });
         }
-        let launched = launched(target);
-        for kernel in behind_plans().iter().filter(|_| target.is_gpu()) {
+        for kernel in ran.keys() {
+            let known = all().contains(kernel) || backward.contains(kernel);
+            report.check(known, || format!("{kernel} is in no list"));
+        }
+        if !target.is_gpu() {
+            return Ok(());
+        }
+        let launched = launched();
+        let every = every();
+        for kernel in &every {
             report.check(launched.contains(kernel), || {
-                format!("{kernel} has not run")
+                format!("{kernel} was not launched")
             });
         }
         for kernel in launched.iter().filter(|name| name.starts_with("attend_")) {
-            report.check(
-                all().contains(kernel) || behind_plans().contains(kernel),
-                || format!("{kernel} was launched and is in no list"),
-            );
+            report.check(every.contains(kernel), || {
+                format!("{kernel} was launched and is in no list")
+            });
         }
         Ok(())
     })]
@@ -134,13 +150,13 @@ pub fn coverage() -> Vec<Test> {
 
 /// The kernels that were launched, whoever asked for them.
 #[cfg(feature = "cuda")]
-fn launched(_: &Target) -> BTreeSet<String> {
+fn launched() -> BTreeSet<String> {
     candle_posenc::attend::kernel_launches()
         .into_keys()
         .collect()
 }
 
 #[cfg(not(feature = "cuda"))]
-fn launched(_: &Target) -> BTreeSet<String> {
+fn launched() -> BTreeSet<String> {
     BTreeSet::new()
 }

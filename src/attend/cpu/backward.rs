@@ -13,7 +13,7 @@ use super::product::{Product, Tile};
 use super::score::{Pairs, RowScore};
 use super::tasks::{share, take};
 use super::visibility::{extent, KeyMask, Sight};
-use super::{scale, BackwardJob, Dims, Gradients, Side, Widths, KEY_BLOCK};
+use super::{BackwardJob, Dims, Gradients, Side, Widths, KEY_BLOCK};
 use crate::attend::problem::Resolved;
 use std::ops::Range;
 
@@ -235,7 +235,7 @@ impl<S: Real> Context<'_, S> {
                     .map(move |(block, rows)| (head, block * ROWS, rows))
             })
             .collect();
-        let scale = S::from_f64(scale(self.job.call));
+        let scale = S::from_f64(self.job.call.score.scale());
         share(
             tasks,
             || (),
@@ -395,7 +395,7 @@ impl<S: Real> Context<'_, S> {
 
     /// Scales dq and takes its padding out.
     fn finish_dq(&self, mut dq: Vec<S>) -> Vec<S> {
-        let (widths, scale) = (&self.widths, S::from_f64(scale(self.job.call)));
+        let (widths, scale) = (&self.widths, S::from_f64(self.job.call.score.scale()));
         for row in dq.chunks_exact_mut(widths.score_padded()) {
             for x in &mut row[..widths.dot] {
                 *x *= scale;

@@ -12,7 +12,7 @@ use super::product::{Product, Tile};
 use super::score::{Pairs, RowScore};
 use super::tasks::{share, take};
 use super::visibility::{extent, KeyMask, Sight};
-use super::{scale, Dims, ForwardJob, RowStatistics, Side, Widths, KEY_BLOCK, QUERY_BLOCK};
+use super::{Dims, ForwardJob, RowStatistics, Side, Widths, KEY_BLOCK, QUERY_BLOCK};
 use crate::attend::problem::{saturating_product, saturating_sum, Resolved};
 use std::ops::Range;
 
@@ -401,7 +401,7 @@ impl<S: Real> Context<'_, S> {
         let positions = &call.q_positions.row(block.batch)[tokens.clone()];
         let segments = call.q_positions.segments(block.batch);
         let stride = tokens.len() * self.widths.score_padded();
-        let scale = S::from_f64(scale(call));
+        let scale = S::from_f64(call.score.scale());
         scratch.rows.clear();
         for (head, to) in block.heads.clone().zip(scratch.queries.chunks_mut(stride)) {
             let of_head = Tokens {

@@ -226,15 +226,6 @@ impl Widths {
     }
 }
 
-/// The factor of q·k.
-fn scale(call: &Resolved) -> f64 {
-    match call.score {
-        ResolvedScore::Dot { scale }
-        | ResolvedScore::LinearBias { scale, .. }
-        | ResolvedScore::Phase { scale, .. } => scale,
-    }
-}
-
 /// The queries or the keys: positions, and blocks of them.
 struct Side<'a> {
     table: &'a PositionTable,

@@ -1,9 +1,9 @@
 //! The backward pass on a GPU: arguments gathered, memory set aside, kernels launched.
 #![allow(unsafe_code)]
 
-use super::call::{self, BackwardCall, DeltaCall};
+use super::call::{self, BackwardCall, DeltaCall, SimtBackwardCall, SimtDeltaCall};
 use super::forward::{forward_with, Left, LeftRows, Wanted};
-use super::job::{narrow, operand_of, tokens, Job, Kernels, Tables};
+use super::job::{narrow, operand_of, tokens, Job, Kernels, Tables, WideTables};
 use super::tiles::BackwardTile;
 use crate::attend::launch::{self, window_of_32_bits, Backward, Pass};
 use crate::attend::placement::Frame;
@@ -27,7 +27,7 @@ pub(in crate::attend) fn backward(
     out: &Tensor,
     left: Option<&LeftRows>,
     grad: &Tensor,
-) -> Result<Option<Gradients>> {
+) -> Result<Gradients> {
     match grad.dtype() {
         DType::BF16 => backward_of::<bf16, f32>(call, inputs, out, left, grad),
         DType::F16 => backward_of::<f16, f32>(call, inputs, out, left, grad),
@@ -43,7 +43,7 @@ fn backward_of<T, Real>(
     out: &Tensor,
     left: Option<&LeftRows>,
     grad: &Tensor,
-) -> Result<Option<Gradients>>
+) -> Result<Gradients>
 where
     T: CudaDType + DeviceRepr + WithDType,
     Real: CudaDType + DeviceRepr + WithDType,
@@ -56,7 +56,7 @@ where
     if saturating_product([b, h, t, s]) == 0 {
         // Nothing is seen.
         let [q, k, v] = inputs.map(|x| x.track_op().then(|| zeros_of_any_length(x)).transpose());
-        return Ok(Some((q?, k?, v?)));
+        return Ok((q?, k?, v?));
     }
     let job = Job {
         call,
@@ -73,9 +73,6 @@ where
         grad
     };
 
-    if let Backward::Simt(_) = backward {
-        return Ok(None);
-    }
     let guards = [inputs[0], inputs[1], inputs[2], grad, out].map(Tensor::storage_and_layout);
     let mut operands = Vec::with_capacity(guards.len());
     for (storage, layout) in &guards {
@@ -151,11 +148,11 @@ where
             false,
         ))
     };
-    Ok(Some((
+    Ok((
         tensor(dq, inputs[0]),
         tensor(dk, inputs[1]),
         tensor(dv, inputs[2]),
-    )))
+    ))
 }
 
 /// Zeros like x, which may be of no length: a GPU has no such memory, but a view of some can be.
@@ -191,7 +188,7 @@ impl BackwardPass<'_> {
         }
         match (kernels, frame) {
             (Backward::Tiles(tile), Some(frame)) => self.on_tensor_cores(&tile, &frame),
-            _ => bail!("attend: not yet"),
+            _ => self.without_tensor_cores(),
         }
     }
 
@@ -296,6 +293,69 @@ impl BackwardPass<'_> {
             tiles: 0,
             reserved: 0,
         })
+    }
+
+    fn without_tensor_cores(&self) -> Result<()> {
+        let Job {
+            call: Resolved { dims, .. },
+            device,
+            dtype,
+        } = self.job;
+        let kernels = Backward::simt(self.job.demand().score);
+        let stream = device.cuda_stream();
+        let rows_len = saturating_product([dims.b, dims.h, dims.t]);
+        // SAFETY: `attend_simt_delta` writes every element before the other kernels read it.
+        let delta = |len: usize| unsafe { device.alloc::<u8>(len) };
+        let mut delta = delta(kernels.workspace_bytes(dims, dtype))?;
+        let tables = WideTables::new(&self.job)?;
+        let mut held = Held::on(&stream);
+        let delta = held.write(&mut delta);
+        let [q, k, v, grad] = self.operands.map(|operand| self.job.operand(operand, 0));
+
+        let call = SimtDeltaCall {
+            out: self.out,
+            rest: self.rest,
+            grad,
+            statistics: self.statistics,
+            delta,
+            rows: rows_len as i64,
+            len: dims.t as i64,
+            heads: narrow(dims.h)?,
+            value_width: narrow(dims.e)?,
+        };
+        let entry = kernels.entry(Pass::Delta, dtype);
+        // SAFETY: as in `on_tensor_cores`.
+        unsafe { launch_kernel(&stream, &entry, Launch::simt_delta(dims)?, &call)? };
+
+        let [dq, dk, dv] = self.results();
+        let mut call = SimtBackwardCall {
+            q,
+            k,
+            v,
+            grad,
+            dq,
+            dk,
+            dv,
+            statistics: self.statistics,
+            delta,
+            problem: self.job.simt_problem(&tables, 0, &mut held)?,
+        };
+        let amp_dim = self.job.amp_dim();
+        if dk.data != 0 {
+            call.problem.tiles = narrow(launch::simt_key_tiles(dims, dtype))?;
+            let shape = Launch::simt_keys(dims, dtype, amp_dim)?;
+            let entry = kernels.entry(Pass::Keys, dtype);
+            // SAFETY: as above.
+            unsafe { launch_kernel(&stream, &entry, shape, &call)? };
+        }
+        if dq.data != 0 {
+            call.problem.tiles = narrow(launch::simt_tiles(dims, dtype))?;
+            let shape = Launch::simt_queries(dims, dtype, amp_dim)?;
+            let entry = kernels.entry(Pass::Queries, dtype);
+            // SAFETY: as above.
+            unsafe { launch_kernel(&stream, &entry, shape, &call)? };
+        }
+        Ok(())
     }
 
     /// dq, dk and dv.

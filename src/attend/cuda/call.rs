@@ -164,16 +164,10 @@ pub(crate) struct SimtTokens {
     pub len: i64,
 }
 
-/// The one argument of the kernel without tensor cores; scores are in natural units.
+/// What the kernels without tensor cores are told of a call, beside its operands; scores are in natural units.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
-pub(crate) struct SimtCall {
-    pub q: Operand,
-    pub k: Operand,
-    pub v: Operand,
-    pub out: u64,
-    /// f64 where q is, else f32; or 0.
-    pub lse: u64,
+pub(crate) struct SimtProblem {
     pub queries: SimtTokens,
     pub keys: SimtTokens,
     pub scale: f64,
@@ -191,8 +185,64 @@ pub(crate) struct SimtCall {
     pub amplitude_width: i32,
     pub value_width: i32,
     pub causal: i32,
-    /// Of rows in a key/value head.
+    /// Of rows in a key/value head, those that the kernel's blocks are for.
     pub tiles: i32,
+}
+
+/// The one argument of the kernel without tensor cores. Here and in what follows Real is f64 where q is, else f32.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
+pub(crate) struct SimtCall {
+    pub q: Operand,
+    pub k: Operand,
+    pub v: Operand,
+    pub out: u64,
+    /// (B,H,T) of Real, or 0.
+    pub lse: u64,
+    /// (B,H,T) pairs of Real, or 0: a row's greatest score, −∞ where nothing is seen, and the logarithm of the sum of its
+    /// weights.
+    pub statistics: u64,
+    /// (B,H,T,E) in out's dtype, or 0: what rounding the output to half precision lost.
+    pub rest: u64,
+    pub problem: SimtProblem,
+}
+
+/// What the backward pass needs of each row: the argument of `attend_simt_delta`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
+pub(crate) struct SimtDeltaCall {
+    pub out: u64,
+    /// May be 0.
+    pub rest: u64,
+    pub grad: Operand,
+    /// As in [`SimtCall`].
+    pub statistics: u64,
+    /// (B,H,T) of Real.
+    pub delta: u64,
+    /// B · H · T.
+    pub rows: i64,
+    /// T.
+    pub len: i64,
+    pub heads: i32,
+    pub value_width: i32,
+}
+
+/// The one argument of the backward kernels without tensor cores.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
+pub(crate) struct SimtBackwardCall {
+    pub q: Operand,
+    pub k: Operand,
+    pub v: Operand,
+    pub grad: Operand,
+    /// The results; a kernel for keys writes dk and dv, one for queries dq.
+    pub dq: Operand,
+    pub dk: Operand,
+    pub dv: Operand,
+    /// Both as in [`SimtDeltaCall`].
+    pub statistics: u64,
+    pub delta: u64,
+    pub problem: SimtProblem,
 }
 
 #[cfg(feature = "cuda")]
@@ -209,6 +259,10 @@ mod launched {
     unsafe impl DeviceRepr for BackwardCall {}
     // SAFETY: as above.
     unsafe impl DeviceRepr for SimtCall {}
+    // SAFETY: as above.
+    unsafe impl DeviceRepr for SimtDeltaCall {}
+    // SAFETY: as above.
+    unsafe impl DeviceRepr for SimtBackwardCall {}
     // SAFETY: as above.
     unsafe impl DeviceRepr for TileBounds {}
 }
@@ -228,7 +282,10 @@ mod tests {
         assert_eq!(size_of::<DeltaCall>(), 88);
         assert_eq!(size_of::<BackwardCall>(), 472);
         assert_eq!(size_of::<SimtTokens>(), 40);
-        assert_eq!(size_of::<SimtCall>(), 272);
+        assert_eq!(size_of::<SimtProblem>(), 160);
+        assert_eq!(size_of::<SimtCall>(), 288);
+        assert_eq!(size_of::<SimtDeltaCall>(), 88);
+        assert_eq!(size_of::<SimtBackwardCall>(), 400);
     }
 
     #[test]
@@ -264,12 +321,21 @@ mod tests {
         assert_eq!(offset_of!(BackwardCall, scale), 432);
         assert_eq!(offset_of!(BackwardCall, tiles), 464);
         assert_eq!(offset_of!(SimtTokens, start), 24);
+        assert_eq!(offset_of!(SimtProblem, scale), 80);
+        assert_eq!(offset_of!(SimtProblem, turns), 96);
+        assert_eq!(offset_of!(SimtProblem, window), 120);
+        assert_eq!(offset_of!(SimtProblem, reach), 128);
+        assert_eq!(offset_of!(SimtProblem, tiles), 156);
         assert_eq!(offset_of!(SimtCall, out), 96);
-        assert_eq!(offset_of!(SimtCall, queries), 112);
-        assert_eq!(offset_of!(SimtCall, scale), 192);
-        assert_eq!(offset_of!(SimtCall, turns), 208);
-        assert_eq!(offset_of!(SimtCall, window), 232);
-        assert_eq!(offset_of!(SimtCall, reach), 240);
-        assert_eq!(offset_of!(SimtCall, tiles), 268);
+        assert_eq!(offset_of!(SimtCall, rest), 120);
+        assert_eq!(offset_of!(SimtCall, problem), 128);
+        assert_eq!(offset_of!(SimtDeltaCall, grad), 16);
+        assert_eq!(offset_of!(SimtDeltaCall, delta), 56);
+        assert_eq!(offset_of!(SimtDeltaCall, len), 72);
+        assert_eq!(offset_of!(SimtDeltaCall, value_width), 84);
+        assert_eq!(offset_of!(SimtBackwardCall, grad), 96);
+        assert_eq!(offset_of!(SimtBackwardCall, dq), 128);
+        assert_eq!(offset_of!(SimtBackwardCall, statistics), 224);
+        assert_eq!(offset_of!(SimtBackwardCall, problem), 240);
     }
 }

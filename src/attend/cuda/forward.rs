@@ -2,15 +2,13 @@
 #![allow(unsafe_code)]
 
 use super::call::{ForwardCall, SimtCall};
-use super::job::{choose, narrow, operand_of, tokens, wide_tokens, Job, Kernels, Tables};
-use super::tables::slopes;
+use super::job::{choose, narrow, operand_of, tokens, Job, Kernels, Tables, WideTables};
 use super::tiles::{DecodeTile, ForwardTile};
-use super::tokens::wide_list;
 use crate::attend::launch::{
     self, dtype_name, keys_in_sight, window_of_32_bits, Demand, Kernel, Split,
 };
 use crate::attend::placement::Frame;
-use crate::attend::problem::{saturating_product, Dims, Resolved, ResolvedScore};
+use crate::attend::problem::{saturating_product, Dims, Resolved};
 use crate::attend::Operand;
 use crate::gpu::{launch as launch_kernel, upload, Held, Launch};
 use candle_core::backend::BackendStorage;
@@ -82,9 +80,7 @@ pub(in crate::attend) fn forward(
         backward,
         frame,
     } = job.kernels()?;
-    let rows = wanted.rows
-        && backward.forward(&job.demand()) == forward
-        && !matches!(forward, Kernel::Simt(_));
+    let rows = wanted.rows && backward.forward(&job.demand()) == forward;
     forward_with(job, operands, forward, frame, Wanted { rows, ..wanted })
 }
 
@@ -307,57 +303,26 @@ impl Forward<'_> {
 
     fn without_tensor_cores(&self) -> Result<()> {
         let Job {
-            call: resolved,
+            call: Resolved { dims, .. },
             device,
             dtype,
         } = self.job;
-        let Dims { h, g, d, e, .. } = resolved.dims;
         let stream = device.cuda_stream();
-        let wide_slopes = match &resolved.score {
-            ResolvedScore::LinearBias { slopes: x, .. } => Some(slopes(device, x)?),
-            _ => None,
-        };
-        let turns = match dtype {
-            DType::F64 => None,
-            _ => self.job.turns()?,
-        };
-        let queries = wide_list(device, &resolved.q_positions)?;
-        let keys = wide_list(device, &resolved.k_positions)?;
+        let tables = WideTables::new(&self.job)?;
         let mut held = Held::on(&stream);
-        let (alpha, phase_scale, amp_dim) = match resolved.score {
-            ResolvedScore::Phase {
-                alpha,
-                phase_scale,
-                amp_dim,
-                ..
-            } => (alpha, phase_scale, Some(amp_dim)),
-            _ => (0., 0., None),
-        };
         let [q, k, v] = self.inputs.map(|input| self.job.operand(input, 0));
+        let tiles = launch::simt_tiles(dims, dtype);
         let call = SimtCall {
             q,
             k,
             v,
             out: self.out,
             lse: self.lse,
-            queries: wide_tokens(&resolved.q_positions, &queries, &mut held),
-            keys: wide_tokens(&resolved.k_positions, &keys, &mut held),
-            scale: resolved.score.scale(),
-            slopes: wide_slopes.as_ref().map_or(0, |x| held.read(x)),
-            turns: turns.as_ref().map_or(0, |x| held.read(&x.entries)),
-            alpha,
-            phase_scale,
-            window: resolved.window.unwrap_or(i64::MAX),
-            reach: narrow(turns.as_ref().map_or(0, |x| x.reach))?,
-            heads: narrow(h)?,
-            group: narrow(h / g)?,
-            head_width: narrow(d)?,
-            amplitude_width: narrow(amp_dim.unwrap_or(0))?,
-            value_width: narrow(e)?,
-            causal: resolved.causal.into(),
-            tiles: narrow(launch::simt_tiles(&resolved.dims, dtype))?,
+            statistics: self.statistics,
+            rest: self.rest,
+            problem: self.job.simt_problem(&tables, tiles, &mut held)?,
         };
-        let shape = Launch::simt(&resolved.dims, dtype, amp_dim)?;
+        let shape = Launch::simt(dims, dtype, self.job.amp_dim())?;
         let entry = Kernel::simt(self.job.demand().score).entry(dtype);
         // SAFETY: as in `forward`.
         unsafe { launch_kernel(&stream, &entry, shape, &call) }

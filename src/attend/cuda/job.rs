@@ -1,11 +1,11 @@
 //! What forward and backward calls have in common: operands, positions and scores as the kernels take them.
 
-use super::call::{self, ScoreCall, SimtTokens};
-use super::tables::{log2_slopes, turns, Turns};
-use super::tokens::{list, DeviceList, WideList};
+use super::call::{self, ScoreCall, SimtProblem, SimtTokens};
+use super::tables::{log2_slopes, slopes, turns, Turns};
+use super::tokens::{list, wide_list, DeviceList, WideList};
 use crate::attend::launch::{self, log2_factor, Backward, Demand, Kernel};
 use crate::attend::placement::Frame;
-use crate::attend::problem::{Resolved, ResolvedScore};
+use crate::attend::problem::{Dims, Resolved, ResolvedScore};
 use crate::attend::Operand;
 use crate::gpu::Held;
 use crate::positions::PositionTable;
@@ -73,15 +73,11 @@ impl Job<'_> {
             slopes: tables.slopes.as_ref().map_or(0, |x| held.read(x)),
             ..ScoreCall::default()
         };
-        let mut amplitude_width = 0;
+        let amplitude_width = narrow(self.amp_dim().unwrap_or(0))?;
         if let ResolvedScore::Phase {
-            amp_dim,
-            alpha,
-            phase_scale,
-            ..
+            alpha, phase_scale, ..
         } = self.call.score
         {
-            amplitude_width = narrow(amp_dim)?;
             score.alpha = alpha as f32;
             score.phase_scale = phase_scale as f32;
         }
@@ -92,8 +88,51 @@ impl Job<'_> {
         Ok((score, amplitude_width))
     }
 
+    /// What kernels without tensor cores are told; `tiles` are of the rows that their blocks are for.
+    pub fn simt_problem<'a>(
+        &self,
+        tables: &'a WideTables,
+        tiles: usize,
+        held: &mut Held<'a>,
+    ) -> Result<SimtProblem> {
+        let resolved = self.call;
+        let Dims { h, g, d, e, .. } = resolved.dims;
+        let (alpha, phase_scale) = match resolved.score {
+            ResolvedScore::Phase {
+                alpha, phase_scale, ..
+            } => (alpha, phase_scale),
+            _ => (0., 0.),
+        };
+        Ok(SimtProblem {
+            queries: wide_tokens(&resolved.q_positions, &tables.queries, held),
+            keys: wide_tokens(&resolved.k_positions, &tables.keys, held),
+            scale: resolved.score.scale(),
+            slopes: tables.slopes.as_ref().map_or(0, |x| held.read(x)),
+            turns: tables.turns.as_ref().map_or(0, |x| held.read(&x.entries)),
+            alpha,
+            phase_scale,
+            window: resolved.window.unwrap_or(i64::MAX),
+            reach: narrow(tables.turns.as_ref().map_or(0, |x| x.reach))?,
+            heads: narrow(h)?,
+            group: narrow(h / g)?,
+            head_width: narrow(d)?,
+            amplitude_width: narrow(self.amp_dim().unwrap_or(0))?,
+            value_width: narrow(e)?,
+            causal: resolved.causal.into(),
+            tiles: narrow(tiles)?,
+        })
+    }
+
+    /// Width of a phase's amplitude part.
+    pub fn amp_dim(&self) -> Option<usize> {
+        match self.call.score {
+            ResolvedScore::Phase { amp_dim, .. } => Some(amp_dim),
+            _ => None,
+        }
+    }
+
     /// For the phase.
-    pub fn turns(&self) -> Result<Option<Arc<Turns>>> {
+    fn turns(&self) -> Result<Option<Arc<Turns>>> {
         let ResolvedScore::Phase {
             alpha, phase_scale, ..
         } = self.call.score
@@ -162,7 +201,7 @@ impl Tables {
     }
 }
 
-/// A list, or the span that `table` is where there is none.
+/// A list, or the span that `table` is where there is none; in units of the frame.
 pub(super) fn tokens<'a>(
     frame: &Frame,
     table: &PositionTable,
@@ -187,8 +226,34 @@ pub(super) fn tokens<'a>(
     })
 }
 
+/// What a kernel without tensor cores reads beside its operands.
+pub(super) struct WideTables {
+    slopes: Option<Arc<CudaSlice<f64>>>,
+    turns: Option<Arc<Turns>>,
+    queries: Option<Arc<WideList>>,
+    keys: Option<Arc<WideList>>,
+}
+
+impl WideTables {
+    pub fn new(job: &Job<'_>) -> Result<Self> {
+        Ok(Self {
+            slopes: match &job.call.score {
+                ResolvedScore::LinearBias { slopes: x, .. } => Some(slopes(job.device, x)?),
+                _ => None,
+            },
+            // Those of f64 are evaluated.
+            turns: match job.dtype {
+                DType::F64 => None,
+                _ => job.turns()?,
+            },
+            queries: wide_list(job.device, &job.call.q_positions)?,
+            keys: wide_list(job.device, &job.call.k_positions)?,
+        })
+    }
+}
+
 /// A list, or the span that `table` is where there is none.
-pub(super) fn wide_tokens<'a>(
+fn wide_tokens<'a>(
     table: &PositionTable,
     list: &'a Option<Arc<WideList>>,
     held: &mut Held<'a>,

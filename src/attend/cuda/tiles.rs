@@ -214,36 +214,42 @@ pub const BACKWARD: &[BackwardTile] = &[
 /// Queries for each of the marks that `attend_delta` leaves.
 pub const DELTA_TILE: usize = 64;
 
-/// Warps in a block of `attend_delta`, each with one row at a time.
+/// Warps in a block of `attend_delta`.
 pub const DELTA_WARPS: usize = 8;
 
-/// Scores of the general kernel, each compiled for the dtypes of [`SIMT_DTYPES`]. Its grid: x = row blocks × G × B with
+/// Scores of the general kernels, forward and backward, each compiled for the dtypes of [`SIMT_DTYPES`]. The forward grid: x = row blocks × G × B with
 /// [`simt_rows`] rows (queries × heads of a group) in a block, y = pieces of [`SIMT_PIECE`] value columns.
 pub const SIMT_SCORES: &[&str] = &["dot", "bias", "phase"];
 
-/// As in the general kernel's names.
+/// As in the general kernels' names.
 pub const SIMT_DTYPES: &[&str] = &["f32", "f64", "bf16", "f16"];
 
-/// Threads in a block of the general kernel.
+/// Threads in a block of the general kernels.
 pub const SIMT_THREADS: usize = 128;
 
-/// Value columns that one block of the general kernel averages.
+/// Columns that one block of the general kernels averages.
 pub const SIMT_PIECE: usize = 128;
 
-/// Keys in a tile of the general kernel.
+/// Tokens in a tile of those that pass by a block of the general kernels.
 pub const SIMT_KEYS: usize = 32;
 
-/// Rows in a block of the general kernel, which accumulates in numbers of `bytes` (4, or 8 for f64).
+/// Rows in a block of the general kernels, which accumulate in numbers of `bytes` (4, or 8 for f64).
 pub const fn simt_rows(bytes: usize) -> usize {
     256 / bytes
 }
 
-/// Shared memory that a block of the general kernel needs, at most 93,184 bytes. `amplitude_width` is D where there is
-/// no phase.
+/// Columns of q and k as the general kernels lay them out: a phase's two parts start at multiples of 16 bytes.
+/// `amplitude_width` is D where there is no phase.
+pub const fn simt_width(head_width: usize, amplitude_width: usize, bytes: usize) -> usize {
+    let vector = 16 / bytes;
+    amplitude_width.next_multiple_of(vector)
+        + (head_width - amplitude_width).next_multiple_of(vector)
+}
+
+/// Shared memory that a block of the general forward kernel needs, at most 93,184 bytes; widths as in [`simt_width`].
 pub const fn simt_shared_bytes(head_width: usize, amplitude_width: usize, bytes: usize) -> usize {
     let vector = 16 / bytes;
-    let width = amplitude_width.next_multiple_of(vector)
-        + (head_width - amplitude_width).next_multiple_of(vector);
+    let width = simt_width(head_width, amplitude_width, bytes);
     let pitch = if (width / vector).is_multiple_of(2) {
         width + vector
     } else {
@@ -252,3 +258,20 @@ pub const fn simt_shared_bytes(head_width: usize, amplitude_width: usize, bytes:
     let stages = 2 * SIMT_KEYS * (256 + 16);
     simt_rows(bytes) * (pitch * bytes + SIMT_KEYS * bytes + 16) + stages
 }
+
+/// Columns of a stage of the general kernels.
+pub const fn simt_stage(bytes: usize) -> usize {
+    256 / bytes
+}
+
+/// Shared memory that a block of the general backward kernels needs, at most 57,984 bytes: a stage of its rows and of
+/// what passes by, weights of two kinds or of three for a phase, and what is known of tokens.
+pub const fn simt_backward_shared_bytes(is_phase: bool, bytes: usize) -> usize {
+    let kinds = if is_phase { 3 } else { 2 };
+    let rows = simt_rows(bytes);
+    let tokens = rows + SIMT_KEYS;
+    tokens * (256 + 16) + kinds * rows * (SIMT_KEYS * bytes + 16) + tokens * (4 * 8 + 3 * bytes)
+}
+
+/// Warps in a block of `attend_simt_delta`, each with one row.
+pub const SIMT_DELTA_WARPS: usize = 4;

@@ -3,7 +3,7 @@
 
 use super::*;
 use crate::attend::{AttendSpec, Backend, Problem, Score};
-use candle_core::{Device, D};
+use candle_core::{Device, Var, D};
 
 /// q (B,H,T,D), k (B,G,S,D), v (B,G,S,E): B, H, G, T, S, D, E.
 const SHAPES: [[usize; 7]; 4] = [
