@@ -20,10 +20,10 @@
 // 16 r + 8 (e / 2) + lane / 4 of the warp and at key 8 i + 2 (lane % 4) + e % 2. The weights are just so the left operand
 // of the second product. Below, `a` = 2 r + e / 2 counts the rows of a thread.
 //
-// Shared memory holds rows of `PITCH` = 2 WIDTH + 16 bytes: with an odd number of 16-byte chunks in a row, eight rows of
-// one column lie in different banks. The result does not depend on the order in which blocks run.
+// The result does not depend on the order in which blocks run.
 #pragma once
 #include "score.cuh"
+#include "tile.cuh"
 #include "tokens.cuh"
 
 constexpr float RESCALE_FROM = 8.f; // in log2
@@ -45,8 +45,8 @@ template <class T_, class Score_, int WIDTH_, int VALUES_, int WARPS_, int ROW_T
     static constexpr int THREADS = 32 * WARPS;
     static constexpr int WARP_ROWS = 16 * ROW_TILES;
     static constexpr int ROWS = WARPS * WARP_ROWS;
-    static constexpr int PITCH = 2 * WIDTH + 16;
-    static constexpr int CHUNKS = WIDTH / 8; // of 16 bytes
+    using Tile = TileOf<T, WIDTH, THREADS>;
+    static constexpr int PITCH = Tile::PITCH, CHUNKS = Tile::CHUNKS;
     static constexpr int KEY_BLOCKS = KEYS / 8;
     static constexpr int COLUMN_BLOCKS = WIDTH / 8;
     static constexpr int STEPS = WIDTH / 16;
@@ -84,49 +84,20 @@ template <class T_, class Score_, int WIDTH_, int VALUES_, int WARPS_, int ROW_T
         // Queries near the end see the most keys: they go first.
         block.first_row = (call.tiles - 1 - (int)(blockIdx.x % call.tiles)) * ROWS;
         int kv_head = block.head / call.group;
-        block.k = at(call.k, block.batch, kv_head);
+        block.k = head_of<T>(call.k, block.batch, kv_head);
         for (int i = 0; i < VALUES; i++) {
             const Operand &values = call.v[block.piece + i];
-            block.v[i] = at(values, block.batch, kv_head);
+            block.v[i] = head_of<T>(values, block.batch, kv_head);
             block.v_stride[i] = values.token;
         }
         block.rows = tile_bounds(call.queries, block.batch, block.first_row, ROWS);
         block.tiles = visible_tiles(call, block.rows);
     }
 
-    static DEVICE const T *at(const Operand &operand, int batch, int head) {
-        return (const T *)operand.data + batch * operand.batch + head * operand.head;
-    }
-
-    // Copies rows `first` .. `first + COUNT` of a tile, with zeros for those from `count` on. A row is copied by
-    // `ROW_THREADS` threads; `column(chunk)` is where a chunk comes from, below 0 for zeros, and `may_read(row)` the rest
-    // that has to hold.
-    template <int COUNT, class Column, class MayRead>
-    DEVICE void copy_rows(uint32_t to, const T *from, int64_t stride, int first, int count, Column column,
-                          MayRead may_read) const {
-        constexpr int ROW_THREADS = CHUNKS % 8 == 0 ? 8 : 4, PASS_ROWS = THREADS / ROW_THREADS;
-        static_assert(CHUNKS % ROW_THREADS == 0 && COUNT % PASS_ROWS == 0, "threads share the copy evenly");
-        int row = first + thread / ROW_THREADS, first_chunk = thread % ROW_THREADS;
-        const T *source = from + row * stride;
-        to += thread / ROW_THREADS * PITCH + first_chunk * 16;
-#pragma unroll
-        for (int pass = 0; pass < COUNT / PASS_ROWS; pass++) {
-            bool read_row = row < count && may_read(row);
-#pragma unroll
-            for (int i = 0; i < CHUNKS; i += ROW_THREADS) {
-                int offset = column(first_chunk + i);
-                copy_async(to + i * 16, source + offset, read_row && offset >= 0);
-            }
-            row += PASS_ROWS;
-            source += PASS_ROWS * stride;
-            to += PASS_ROWS * PITCH;
-        }
-    }
-
     // Starts copying a tile of q or k.
     template <int COUNT> DEVICE void copy_operand(uint32_t to, const T *from, int64_t stride, int first, int count) const {
-        copy_rows<COUNT>(
-            to, from, stride, first, count, [&](int chunk) { return source_column<Score, CHUNKS>(call, chunk); },
+        Tile::template copy<COUNT>(
+            to, from + first * stride, stride, first, count, [&](int chunk) { return source_column<Score, CHUNKS>(call, chunk); },
             [](int) { return true; });
     }
 
@@ -135,8 +106,8 @@ template <class T_, class Score_, int WIDTH_, int VALUES_, int WARPS_, int ROW_T
 #pragma unroll
         for (int i = 0; i < VALUES; i++) {
             int columns = value_columns(i);
-            copy_rows<KEYS>(
-                v_tile() + i * KEYS * PITCH, block.v[i], block.v_stride[i], first, call.keys.len,
+            Tile::template copy<KEYS>(
+                v_tile() + i * KEYS * PITCH, block.v[i] + first * block.v_stride[i], block.v_stride[i], first, call.keys.len,
                 [&](int chunk) { return 8 * chunk < columns ? 8 * chunk : -1; },
                 [&](int row) { return !padding || token_at(call.keys, block.batch, row).position >= 0; });
         }
@@ -392,7 +363,7 @@ template <class T_, class Score_, int WIDTH_, int VALUES_, int WARPS_, int ROW_T
         }
     }
 
-    // Divides by the sums and writes out and lse. Rows that saw nothing give 0 and -infinity.
+    // Divides by the sums and writes what is asked for. Rows that saw nothing give 0 and -infinity.
     DEVICE void write() {
         int64_t head_row = ((int64_t)block.batch * call.heads + block.head) * call.queries.len;
         float inverses[HALVES];
@@ -401,9 +372,28 @@ template <class T_, class Score_, int WIDTH_, int VALUES_, int WARPS_, int ROW_T
             float sum = sum_of_row(sums[a]);
             inverses[a] = sum == 0.f ? 0.f : 1.f / sum;
             int row = first_query() + 8 * a;
-            if (call.lse && block.piece == 0 && lane % 4 == 0 && row < call.queries.len)
-                call.lse[head_row + row] = sum == 0.f ? -INFINITY : (references[a] * score.factor() + log2f(sum)) * 0.6931471806f;
+            if (block.piece == 0 && lane % 4 == 0 && row < call.queries.len)
+                write_statistics(head_row + row, references[a], sum);
         }
+        write_averages((T *)call.out, head_row, inverses, false);
+        if (call.rest) write_averages((T *)call.rest, head_row, inverses, true);
+    }
+
+    // log2 of the row's sum of weights, in two numbers where one would lose too much of it; see `subtract_references`.
+    DEVICE void write_statistics(int64_t row, float reference, float sum) {
+        float shift = __fmul_rn(reference, score.factor()), lost = 0.f;
+        if (fabsf(shift) > ENORMOUS) lost = __fmaf_rn(reference, score.factor(), -shift);
+        float logarithm = log2f(sum), total = shift + logarithm;
+        if (call.lse) call.lse[row] = sum == 0.f ? -INFINITY : total * 0.6931471806f;
+        if (!call.statistics) return;
+        // What the sum of two numbers lost, whichever is greater (Knuth's 2Sum).
+        float second = total - shift;
+        lost += (shift - (total - second)) + (logarithm - second);
+        call.statistics[row] = sum == 0.f ? float2{INFINITY, 0.f} : float2{total, lost};
+    }
+
+    // Writes the averages, or what their rounding loses.
+    DEVICE void write_averages(T *out, int64_t head_row, const float (&inverses)[HALVES], bool rest) {
         // Each warp passes its rows through the shared memory of its own queries, to write whole chunks.
         uint8_t *rows = shared + warp_row() * PITCH;
 #pragma unroll
@@ -413,16 +403,18 @@ template <class T_, class Score_, int WIDTH_, int VALUES_, int WARPS_, int ROW_T
 #pragma unroll
                 for (int c = 0; c < COLUMN_BLOCKS; c++) {
                     float *pair = &averages[i][a / 2][c][a % 2 * 2];
+                    float low = pair[0] * inverses[a], high = pair[1] * inverses[a];
+                    uint32_t both = Half<T>::pack(low, high);
+                    if (rest) both = Half<T>::pack_rest(low, high, both);
                     *(uint32_t *)(rows + (8 * a + lane / 4) * PITCH + c * 16 + lane % 4 * 4) =
-                        // What nobody sees may be infinite.
-                        inverses[a] == 0.f ? 0 : Half<T>::pack(pair[0] * inverses[a], pair[1] * inverses[a]);
+                        inverses[a] == 0.f ? 0 : both; // what nobody sees may be infinite
                 }
             __syncwarp();
 #pragma unroll
             for (int j = lane; j < WARP_ROWS * CHUNKS; j += 32) {
                 int row = j / CHUNKS, chunk = j % CHUNKS, token = block.first_row + warp_row() + row;
                 if (token < call.queries.len && chunk * 8 < value_columns(i)) {
-                    T *to = (T *)call.out + (head_row + token) * call.value_width + (block.piece + i) * WIDTH + chunk * 8;
+                    T *to = out + (head_row + token) * call.value_width + (block.piece + i) * WIDTH + chunk * 8;
                     *(uint4 *)to = *(uint4 *)(rows + row * PITCH + chunk * 16);
                 }
             }
@@ -456,7 +448,7 @@ template <class T_, class Score_, int WIDTH_, int VALUES_, int WARPS_, int ROW_T
 
         int tile = seen_from(block.tiles.y);
         if (tile >= 0) {
-            copy_operand<ROWS>(q_tile(), at(call.q, block.batch, block.head), call.q.token, block.first_row, call.queries.len);
+            copy_operand<ROWS>(q_tile(), head_of<T>(call.q, block.batch, block.head), call.q.token, block.first_row, call.queries.len);
             copy_operand<KEYS>(k_tile(), block.k, call.k.token, tile * KEYS, call.keys.len);
             commit_copies();
         }

@@ -16,6 +16,11 @@ DEVICE void copy_async(uint32_t to, const void *from, bool read) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(read ? 16 : 0) : "memory");
 }
 
+// The same for 8 bytes, always read.
+DEVICE void copy_async_8(uint32_t to, const void *from) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(to), "l"(from) : "memory");
+}
+
 // Closes a group of copies.
 DEVICE void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
@@ -47,6 +52,17 @@ DEVICE int4 load_shared(uint32_t address) {
     return to;
 }
 
+// Two numbers, likewise.
+DEVICE float2 load_shared_pair(uint32_t address) {
+    float2 to;
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(to.x), "=f"(to.y) : "r"(address));
+    return to;
+}
+
+DEVICE void store_shared(uint32_t address, int x, int y) {
+    asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(address), "r"(x), "r"(y) : "memory");
+}
+
 // 2^x.
 DEVICE float exp2_approx(float x) {
     float y;
@@ -65,6 +81,13 @@ DEVICE float log2_approx(float x) {
 DEVICE float cos_approx(float x) {
     float y;
     asm("cos.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// sin x, likewise.
+DEVICE float sin_approx(float x) {
+    float y;
+    asm("sin.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
 
@@ -105,6 +128,10 @@ template <> struct Half<__nv_bfloat16> {
             to[2 * i + 1] = __uint_as_float(pairs[i] & 0xffff0000u);
         }
     }
+    // What packing of the two lost.
+    static DEVICE uint32_t pack_rest(float low, float high, uint32_t both) {
+        return pack(low - __uint_as_float(both << 16), high - __uint_as_float(both & 0xffff0000u));
+    }
     static DEVICE uint32_t pack(float low, float high) {
         uint32_t both;
         asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
@@ -127,6 +154,10 @@ template <> struct Half<__half> {
             to[2 * i] = pair.x;
             to[2 * i + 1] = pair.y;
         }
+    }
+    static DEVICE uint32_t pack_rest(float low, float high, uint32_t both) {
+        float2 rounded = __half22float2(*(const __half2 *)&both);
+        return pack(low - rounded.x, high - rounded.y);
     }
     static DEVICE uint32_t pack(float low, float high) {
         uint32_t both;

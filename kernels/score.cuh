@@ -10,7 +10,7 @@
 struct Dot {
     static constexpr bool PHASE = false, BIAS = false;
     float scale;
-    DEVICE Dot(const ForwardCall &call, int) : scale(call.score.factor) {}
+    template <class Call> DEVICE Dot(const Call &call, int) : scale(call.score.factor) {}
     DEVICE float factor() const { return scale; }
     DEVICE float far(float product, int) const { return product; }
 };
@@ -19,7 +19,7 @@ struct Dot {
 struct Bias {
     static constexpr bool PHASE = false, BIAS = true;
     float scale, slope;
-    DEVICE Bias(const ForwardCall &call, int head) : scale(call.score.factor), slope(__ldg(call.score.slopes + head)) {}
+    template <class Call> DEVICE Bias(const Call &call, int head) : scale(call.score.factor), slope(__ldg(call.score.slopes + head)) {}
     DEVICE float factor() const { return 1.f; }
     DEVICE float far(float product, int ahead) const { return near(product, (float)ahead); }
     DEVICE float near(float product, float ahead) const {
@@ -36,13 +36,18 @@ struct Bias {
 template <bool PRECISE> struct Phase {
     static constexpr bool PHASE = true, BIAS = false;
     const ScoreCall &score;
-    DEVICE Phase(const ForwardCall &call, int) : score(call.score) {}
+    template <class Call> DEVICE Phase(const Call &call, int) : score(call.score) {}
     DEVICE float factor() const { return score.factor; }
 
-    static DEVICE float cos_turns(float turns_per_unit, float product) {
+    // turns_per_unit * product less its whole turns.
+    static DEVICE float fraction_of_turns(float turns_per_unit, float product) {
         constexpr float TO_INTEGER = 12582912.f;
         float whole = __fmaf_rn(turns_per_unit, product, TO_INTEGER) - TO_INTEGER;
-        float fraction = __fmaf_rn(turns_per_unit, product, -whole);
+        return __fmaf_rn(turns_per_unit, product, -whole);
+    }
+
+    static DEVICE float cos_turns(float turns_per_unit, float product) {
+        float fraction = fraction_of_turns(turns_per_unit, product);
         if (!PRECISE) return cos_approx(fraction * 6.2831853f);
         // cos(2 pi f) - 1 in powers of f^2 by least maximum error (1.2e-8), f within [-1/2, 1/2].
         fraction = max_nan(min_nan(fraction, 0.5f), -0.5f);
@@ -55,18 +60,28 @@ template <bool PRECISE> struct Phase {
         return __fmaf_rn(square, sum, 1.f);
     }
 
-    DEVICE float far(float phase, int ahead) const {
-        int distance = abs(ahead);
-        float turns_per_unit = distance < score.reach
-                                   ? __ldg(&score.turns[score.reach + ahead].x)
-                                   : exp2_approx(score.alpha * log2_approx((float)distance)) * score.phase_scale;
-        return cos_turns(turns_per_unit, phase);
+    // Cosine and sine.
+    static DEVICE float2 cos_sin_turns(float turns_per_unit, float product) {
+        float fraction = fraction_of_turns(turns_per_unit, product);
+        if (!PRECISE) return {cos_approx(fraction * 6.2831853f), sin_approx(fraction * 6.2831853f)};
+        fraction = max_nan(min_nan(fraction, 0.5f), -0.5f);
+        float2 both;
+        sincospif(2.f * fraction, &both.y, &both.x);
+        return both;
     }
+
+    DEVICE float turns_per_unit(int ahead) const {
+        int distance = abs(ahead);
+        return distance < score.reach ? __ldg(&score.turns[score.reach + ahead].x)
+                                      : exp2_approx(score.alpha * log2_approx((float)distance)) * score.phase_scale;
+    }
+
+    DEVICE float far(float phase, int ahead) const { return cos_turns(turns_per_unit(ahead), phase); }
 };
 
 // Column of q or k that belongs at the start of a 16-byte chunk of a row of CHUNKS in shared memory, or -1 for zeros: the
 // phase's two parts have half the row each.
-template <class Score, int CHUNKS> DEVICE int source_column(const ForwardCall &call, int chunk) {
+template <class Score, int CHUNKS, class Call> DEVICE int source_column(const Call &call, int chunk) {
     if (!Score::PHASE) return 8 * chunk < call.head_width ? 8 * chunk : -1;
     if (chunk < CHUNKS / 2) return 8 * chunk < call.amplitude_width ? 8 * chunk : -1;
     int column = call.amplitude_width + 8 * (chunk - CHUNKS / 2);

@@ -19,7 +19,7 @@ DEVICE Token token_at(const Tokens &tokens, int batch, int index) {
     return {token.x, token.y};
 }
 
-DEVICE bool is_visible(const ForwardCall &call, Token query, Token key) {
+template <class Call> DEVICE bool is_visible(const Call &call, Token query, Token key) {
     int ahead = query.position - key.position;
     return query.position >= 0 && key.position >= 0 && query.segment == key.segment && ahead < call.window &&
            (call.causal ? ahead >= 0 : -ahead < call.window);
@@ -41,7 +41,8 @@ DEVICE TileBounds tile_bounds(const Tokens &tokens, int batch, int index, int si
 enum Sight { NONE, PART, ALL };
 
 // Whether no, some or each query of a tile sees some or each key of another. `ALL` promises consecutive positions.
-DEVICE Sight sight(const ForwardCall &call, const TileBounds &query, const TileBounds &key, bool key_tile_is_full) {
+template <class Call>
+DEVICE Sight sight(const Call &call, const TileBounds &query, const TileBounds &key, bool key_tile_is_full) {
     if (query.first > query.last || key.first > key.last) return NONE;
     if (query.segment_first > key.segment_last || key.segment_first > query.segment_last) return NONE;
     // The least and the greatest that a query is ahead of a key.

@@ -3,17 +3,19 @@
 use crate::attend::{attend, plan, AttendSpec, Backend, Plan, Precision};
 use crate::cache::CacheStep;
 use crate::encoding::{Encoding, ModelDims, PosState, Qkv};
+use crate::heads::join_heads;
 use crate::positions::Positions;
+use crate::projection::Projection;
 use candle_core::{bail, Result, Tensor};
-use candle_nn::{Init, Linear, Module, VarBuilder};
+use candle_nn::{Init, VarBuilder};
 
 /// Causal self-attention with grouped heads, of one layer.
 #[derive(Debug, Clone)]
 pub struct Attention {
-    q_proj: Linear,
-    k_proj: Linear,
-    v_proj: Linear,
-    o_proj: Linear,
+    q_proj: Projection,
+    k_proj: Projection,
+    v_proj: Projection,
+    o_proj: Projection,
     layer: usize,
     dims: ModelDims,
     window: Option<usize>,
@@ -44,12 +46,12 @@ impl Attention {
         vb: VarBuilder,
     ) -> Result<Self> {
         let (q_width, kv_width) = (dims.heads * dims.head_dim, dims.kv_heads * dims.head_dim);
-        let linear = |from, to, name| linear(from, to, init, vb.pp(name));
+        let projection = |from, to, name| Projection::new(from, to, init, vb.pp(name));
         Ok(Self {
-            q_proj: linear(dims.width, q_width, "q_proj")?,
-            k_proj: linear(dims.width, kv_width, "k_proj")?,
-            v_proj: linear(dims.width, kv_width, "v_proj")?,
-            o_proj: linear(q_width, dims.width, "o_proj")?,
+            q_proj: projection(dims.width, q_width, "q_proj")?,
+            k_proj: projection(dims.width, kv_width, "k_proj")?,
+            v_proj: projection(dims.width, kv_width, "v_proj")?,
+            o_proj: projection(q_width, dims.width, "o_proj")?,
             layer,
             dims: *dims,
             window,
@@ -82,10 +84,7 @@ impl Attention {
         state: &PosState,
         cache: Option<&mut CacheStep>,
     ) -> Result<Attended> {
-        let ModelDims {
-            heads, head_dim, ..
-        } = self.dims;
-        let (b, t, _) = x.dims3()?;
+        let head_dim = self.dims.head_dim;
         let Qkv { q, k, v } = self.project(x, encoding, state)?; // v: (B,G,T,E)
         let (k, v, key_positions) = match cache {
             Some(step) => {
@@ -98,22 +97,19 @@ impl Attention {
         let mixed = attend(&q, &k, &v, &spec)?; // (B,H,T,E)
 
         let width = mixed.dim(3)?;
-        let (own, carried) = match width.checked_sub(head_dim) {
-            Some(0) => (mixed, None),
-            Some(more) => (
-                mixed.narrow(3, 0, head_dim)?,
-                Some(mixed.narrow(3, head_dim, more)?),
-            ),
+        let carried = match width.checked_sub(head_dim) {
+            Some(0) => None,
+            Some(more) => Some(mixed.narrow(3, head_dim, more)?),
             None => bail!(
                 "attention: the encoding made the values of layer {} {width} wide, but a head has {head_dim}",
                 self.layer
             ),
         };
-        let own = own.transpose(1, 2)?.reshape((b, t, heads * head_dim))?; // (B,T,H·D)
-        Ok(Attended {
-            out: self.o_proj.forward(&own)?,
-            carried,
-        })
+        let out = match carried {
+            None => self.o_proj.from_heads(&mixed)?,
+            Some(_) => self.o_proj.forward(&join_heads(&mixed, head_dim)?)?,
+        }; // (B,T,C)
+        Ok(Attended { out, carried })
     }
 
     /// What [`forward`](Self::forward) without a cache will do in [`attend`](crate::attend()), and why.
@@ -131,15 +127,12 @@ impl Attention {
     /// x (B,T,C) → encoded q (B,H,T,D), k (B,G,T,D), v (B,G,T,E).
     fn project(&self, x: &Tensor, encoding: &dyn Encoding, state: &PosState) -> Result<Qkv> {
         let ModelDims {
-            heads,
-            kv_heads,
-            head_dim,
-            ..
+            heads, kv_heads, ..
         } = self.dims;
         let qkv = Qkv {
-            q: split_heads(&self.q_proj.forward(x)?, heads, head_dim)?, // (B,H,T,D)
-            k: split_heads(&self.k_proj.forward(x)?, kv_heads, head_dim)?, // (B,G,T,D)
-            v: split_heads(&self.v_proj.forward(x)?, kv_heads, head_dim)?, // (B,G,T,D)
+            q: self.q_proj.to_heads(x, heads)?,    // (B,H,T,D)
+            k: self.k_proj.to_heads(x, kv_heads)?, // (B,G,T,D)
+            v: self.v_proj.to_heads(x, kv_heads)?, // (B,G,T,D)
         };
         encoding.encode(self.layer, qkv, state)
     }
@@ -154,16 +147,4 @@ impl Attention {
         .with_backend(self.backend)
         .with_positions(state.positions.clone(), keys.clone())
     }
-}
-
-/// (B, T, N·D) → (B, N, T, D), a view.
-fn split_heads(x: &Tensor, heads: usize, head_dim: usize) -> Result<Tensor> {
-    let (b, t, _) = x.dims3()?;
-    x.reshape((b, t, heads, head_dim))?.transpose(1, 2)
-}
-
-/// A projection without bias.
-pub(crate) fn linear(from: usize, to: usize, init: Init, vb: VarBuilder) -> Result<Linear> {
-    let weight = vb.get_with_hints((to, from), "weight", init)?;
-    Ok(Linear::new(weight, None))
 }

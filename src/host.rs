@@ -1,7 +1,7 @@
 //! Tensors in the host's memory, as kernels read them.
 
 use crate::attend::cpu::Real;
-use candle_core::{bail, Layout, Result, Storage, Tensor, WithDType};
+use candle_core::{bail, CpuStorage, Layout, Result, Storage, Tensor, WithDType};
 use half::{bf16, f16};
 use rayon::prelude::*;
 use std::ops::Deref;
@@ -82,6 +82,19 @@ impl<'a, T> View<'a, T> {
     }
 }
 
+/// The elements of a contiguous operand of any rank.
+pub(crate) fn contiguous<'a, T: WithDType>(
+    storage: &'a CpuStorage,
+    layout: &Layout,
+) -> Result<&'a [T]> {
+    let range = layout.contiguous_offsets();
+    let all = storage.as_slice::<T>()?;
+    match range.and_then(|(start, end)| all.get(start..end)) {
+        Some(elements) => Ok(elements),
+        None => bail!("a kernel's operand is not contiguous: {layout:?}"),
+    }
+}
+
 /// A tensor's memory, held while a kernel reads it.
 pub(crate) struct OnHost<'a, Guard> {
     storage: Guard,
@@ -94,6 +107,14 @@ pub(crate) fn on_host(x: &Tensor) -> OnHost<'_, impl Deref<Target = Storage> + '
 }
 
 impl<Guard: Deref<Target = Storage>> OnHost<'_, Guard> {
+    /// The elements of a contiguous tensor of any rank.
+    pub fn slice<T: WithDType>(&self) -> Result<&[T]> {
+        match &*self.storage {
+            Storage::Cpu(storage) => contiguous(storage, self.layout),
+            _ => bail!("a kernel of the CPU was given a tensor on another device"),
+        }
+    }
+
     pub fn view<T: Element>(&self) -> Result<View<'_, T>> {
         match &*self.storage {
             Storage::Cpu(storage) => View::new(storage.as_slice::<T>()?, self.layout),

@@ -50,17 +50,23 @@ mod atomic;
 pub mod attend;
 pub mod attention;
 pub mod cache;
+mod embedding;
 pub mod encoding;
+mod feed_forward;
 mod gpu;
 pub mod guide;
+mod heads;
 pub mod hf;
 mod host;
 pub mod init;
 mod json;
 pub mod model;
+pub mod norm;
 pub mod positions;
+mod projection;
 mod recent;
 pub mod rotate;
+pub mod swiglu;
 mod tensor_file;
 pub mod train;
 
@@ -73,8 +79,10 @@ pub use cache::{CacheStep, KvCache};
 pub use encoding::{Ctx, Encoding, EncodingConfig, ModelDims, PosState, Qkv};
 pub use init::SeededVars;
 pub use model::{Llama, LlamaConfig, Stream};
+pub use norm::rms_norm;
 pub use positions::Positions;
 pub use rotate::{convert_layout, rotate, Layout, Rotation};
+pub use swiglu::swiglu;
 
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]

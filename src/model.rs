@@ -5,12 +5,16 @@
 //! [hooks](Encoding).
 
 use crate::attend::{Backend, Plan, Precision};
-use crate::attention::{linear, Attention};
+use crate::attention::Attention;
 use crate::cache::{CacheStep, KvCache};
+use crate::embedding::{embed, TokenIds};
 use crate::encoding::{Ctx, Encoding, EncodingConfig, ModelDims, PosState, RopeConfig};
+use crate::feed_forward::FeedForward;
+use crate::norm::RmsNorm;
 use crate::positions::Positions;
+use crate::projection::Projection;
 use candle_core::{bail, DType, Result, Tensor};
-use candle_nn::{Embedding, Init, Linear, Module, RmsNorm, VarBuilder};
+use candle_nn::{Init, VarBuilder};
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 
@@ -166,31 +170,6 @@ impl LlamaConfig {
     }
 }
 
-/// The gated feed-forward part, SwiGLU: down(silu(gate(x)) ⊙ up(x)).
-#[derive(Debug, Clone)]
-struct Mlp {
-    gate_proj: Linear,
-    up_proj: Linear,
-    down_proj: Linear,
-}
-
-impl Mlp {
-    fn new(config: &LlamaConfig, vb: VarBuilder) -> Result<Self> {
-        let (c, inner, init) = (config.hidden_size, config.intermediate_size, config.init());
-        Ok(Self {
-            gate_proj: linear(c, inner, init, vb.pp("gate_proj"))?,
-            up_proj: linear(c, inner, init, vb.pp("up_proj"))?,
-            down_proj: linear(inner, c, init, vb.pp("down_proj"))?,
-        })
-    }
-
-    /// (B,T,C) → (B,T,C)
-    fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        let gate = self.gate_proj.forward(x)?.silu()?;
-        self.down_proj.forward(&(gate * self.up_proj.forward(x)?)?)
-    }
-}
-
 /// One layer.
 #[derive(Debug, Clone)]
 struct Block {
@@ -198,18 +177,19 @@ struct Block {
     attention_norm: RmsNorm,
     attention: Attention,
     mlp_norm: RmsNorm,
-    mlp: Mlp,
+    mlp: FeedForward,
 }
 
 impl Block {
     fn new(layer: usize, config: &LlamaConfig, vb: VarBuilder) -> Result<Self> {
         let (dims, window, init) = (config.dims(), config.window, config.init());
+        let inner = config.intermediate_size;
         Ok(Self {
             layer,
             attention_norm: norm(config, vb.pp("input_layernorm"))?,
             attention: Attention::new(layer, &dims, window, init, vb.pp("self_attn"))?,
             mlp_norm: norm(config, vb.pp("post_attention_layernorm"))?,
-            mlp: Mlp::new(config, vb.pp("mlp"))?,
+            mlp: FeedForward::new(dims.width, inner, init, vb.pp("mlp"))?,
         })
     }
 
@@ -221,10 +201,10 @@ impl Block {
         state: PosState,
         cache: Option<&mut CacheStep>,
     ) -> Result<(Tensor, PosState)> {
-        let normed = self.attention_norm.forward_diff(x)?;
+        let normed = self.attention_norm.forward(x)?;
         let attended = self.attention.forward(&normed, encoding, &state, cache)?;
         let x = (x + attended.out)?;
-        let mlp_out = self.mlp.forward(&self.mlp_norm.forward_diff(&x)?)?;
+        let mlp_out = self.mlp.forward(&self.mlp_norm.forward(&x)?)?;
         let state = encoding.update(self.layer, state, attended.carried.as_ref(), &mlp_out)?;
         Ok(((x + mlp_out)?, state))
     }
@@ -260,11 +240,12 @@ pub struct Stream {
 #[derive(Clone)]
 pub struct Llama {
     config: LlamaConfig,
-    embed_tokens: Embedding,
+    /// (V, C).
+    embeddings: Tensor,
     encoding: Arc<dyn Encoding>,
     blocks: Vec<Block>,
     norm: RmsNorm,
-    head: Linear,
+    head: Projection,
 }
 
 impl Llama {
@@ -302,12 +283,12 @@ impl Llama {
             .map(|layer| Block::new(layer, config, model.pp("layers").pp(layer)))
             .collect::<Result<_>>()?;
         let head = match config.tie_word_embeddings {
-            true => Linear::new(embeddings.clone(), None),
-            false => linear(c, v, config.init(), vb.pp("lm_head"))?,
+            true => Projection::of(embeddings.clone()),
+            false => Projection::new(c, v, config.init(), vb.pp("lm_head"))?,
         };
         Ok(Self {
             config: config.clone(),
-            embed_tokens: Embedding::new(embeddings, c),
+            embeddings,
             encoding,
             blocks,
             norm: norm(config, model.pp("norm"))?,
@@ -348,7 +329,7 @@ impl Llama {
         let Some(block) = self.blocks.get(layer) else {
             bail!("llama: layer {layer} of {}", self.blocks.len())
         };
-        let weights = self.embed_tokens.embeddings();
+        let weights = &self.embeddings;
         let shape = (batch, len, self.config.hidden_size);
         let bytes = [batch, len, self.config.hidden_size, size_of::<f64>()]
             .into_iter()
@@ -432,7 +413,7 @@ impl Llama {
     }
 
     /// Starts the stream: embeds tokens that stand at `positions` and makes the encoding's first state. This is all
-    /// that draws from [`Ctx::rng`].
+    /// that draws from [`Ctx::rng`]. Tokens may also be on the CPU where the model is not.
     ///
     /// [`hidden_at`](Self::hidden_at) is this, each [`block`](Self::block) in turn, and [`finish`](Self::finish);
     /// on their own they let a caller stop, look or recompute between blocks.
@@ -461,11 +442,13 @@ impl Llama {
     /// # }
     /// ```
     pub fn begin(&self, tokens: &Tensor, positions: &Positions, ctx: &mut Ctx) -> Result<Stream> {
-        let (_, t) = self.check_tokens(tokens)?;
+        let device = self.embeddings.device();
+        let tokens = TokenIds::read(tokens, self.config.vocab_size, device)?;
+        let (_, t) = tokens.shape();
         if positions.len() != t {
             bail!("llama: {} positions for {t} tokens", positions.len())
         }
-        let x = self.embed_tokens.forward(tokens)?; // (B,T,C)
+        let x = embed(&self.embeddings, tokens)?; // (B,T,C)
         let x = self.encoding.embed(&x, positions)?;
         let x = zero_padding(&x, positions)?;
         let state = self.encoding.begin(&x, positions, ctx)?;
@@ -501,7 +484,7 @@ impl Llama {
     /// When the width is not C, or the stream is not floats.
     pub fn finish(&self, stream: &Stream) -> Result<Tensor> {
         check_floats(stream)?;
-        self.norm.forward_diff(&stream.x)
+        self.norm.forward(&stream.x)
     }
 
     /// The weight (V, C) of the head: the token embeddings where they are tied.
@@ -518,34 +501,6 @@ impl Llama {
     /// When the width is not C.
     pub fn logits(&self, hidden: &Tensor) -> Result<Tensor> {
         self.head.forward(hidden)
-    }
-
-    /// (B, T) of token ids that are all below V.
-    fn check_tokens(&self, tokens: &Tensor) -> Result<(usize, usize)> {
-        let [b, t] = tokens.dims() else {
-            bail!("llama: tokens must be (B, T), got {tokens:?}")
-        };
-        if b * t == 0 {
-            bail!("llama: there is no token in {tokens:?}")
-        }
-        let vocab = self.config.vocab_size;
-        let out_of_range = match tokens.dtype() {
-            DType::U32 => {
-                let max = tokens.max_all()?.to_scalar::<u32>()?;
-                (max as usize >= vocab).then_some(i64::from(max))
-            }
-            DType::I64 => {
-                let range = [tokens.min_all()?, tokens.max_all()?];
-                let [min, max] = [range[0].to_scalar::<i64>()?, range[1].to_scalar::<i64>()?];
-                let bad = |id: &i64| usize::try_from(*id).map_or(true, |id| id >= vocab);
-                [min, max].into_iter().find(bad)
-            }
-            other => bail!("llama: tokens must be u32 or i64, got {other:?}"),
-        };
-        if let Some(id) = out_of_range {
-            bail!("llama: token id {id} is not in the vocabulary of {vocab}")
-        }
-        Ok((*b, *t))
     }
 }
 

@@ -76,10 +76,7 @@ impl Unit {
             }
         }
         Self {
-            name: format!(
-                "attend_backward_{}_w{}_v{}",
-                tile.score, tile.width, tile.values
-            ),
+            name: tile.name(),
             source: "attend_backward.cu",
             macros,
         }
@@ -119,10 +116,19 @@ impl Unit {
 }
 
 /// Units without macros: the name and the source.
-const PLAIN: [(&str, &str); 3] = [
+const PLAIN: &[(&str, &str)] = &[
     ("attend_delta", "attend_delta.cu"),
     ("attend_merge", "attend_merge.cu"),
     ("attend_simt_delta", "attend_simt_delta.cu"),
+    ("copy_rows", "copy_rows.cu"),
+    ("cross_entropy", "cross_entropy.cu"),
+    ("embedding", "embedding.cu"),
+    ("heads", "heads.cu"),
+    ("optimiser", "optimiser.cu"),
+    ("rms_norm", "rms_norm.cu"),
+    ("rotate", "rotate.cu"),
+    ("swiglu", "swiglu.cu"),
+    ("tape", "tape.cu"),
 ];
 
 /// Units for each score of the general kernels: how their names start, and the source.
@@ -147,7 +153,7 @@ pub fn units() -> Vec<Unit> {
     let mut decode = DECODE.to_vec();
     decode.sort_by_key(|tile| Reverse(tile.width * tile.values));
     units.extend(decode.iter().map(Unit::decode));
-    units.extend(PLAIN.map(|(name, source)| Unit::plain(name, source)));
+    units.extend(PLAIN.iter().map(|(name, source)| Unit::plain(name, source)));
     units
 }
 

@@ -12,6 +12,7 @@ use super::problem::{saturating_product, saturating_sum, Dims, Resolved, Resolve
 use super::{Operand, Precision, Score};
 use crate::gpu::Launch;
 use candle_core::{DType, Result};
+use std::cmp::Reverse;
 use std::ops::Range;
 
 /// Widest heads that any kernel takes.
@@ -209,7 +210,7 @@ impl Backward {
             .iter()
             .filter(|_| suits_tensor_cores(demand))
             .filter(fits)
-            .min_by_key(|tile| (tile.width, tile.values))
+            .min_by_key(|tile| (tile.width, tile.values, Reverse(tile.keys.tile)))
             .map_or(Self::simt(demand.score), |tile| Self::Tiles(*tile))
     }
 
@@ -243,10 +244,7 @@ impl Backward {
         };
         match (self, pass) {
             (Self::Tiles(_), Pass::Delta) => format!("attend_delta_{dtype}"),
-            (Self::Tiles(x), _) => format!(
-                "attend_backward_{}_w{}_v{}_{side}_{dtype}",
-                x.score, x.width, x.values
-            ),
+            (Self::Tiles(x), _) => format!("{}_{side}_{dtype}", x.name()),
             (Self::Simt(_), Pass::Delta) => format!("attend_simt_delta_{dtype}"),
             (Self::Simt(score), _) => format!("attend_simt_backward_{score}_{side}_{dtype}"),
         }

@@ -1,6 +1,8 @@
 //! TAPE's state written behind the values, so that attention averages both with the same weights.
 
 use crate::host::{Element, View};
+#[cfg(feature = "cuda")]
+use candle_core::CudaStorage;
 use candle_core::{bail, CpuStorage, CustomOp3, Layout, Result, Shape, Tensor};
 use rayon::prelude::*;
 
@@ -19,7 +21,7 @@ pub(super) fn pack_value(v: &Tensor, re: &Tensor, im: &Tensor) -> Result<Tensor>
             im.dims()
         )
     }
-    if !v.device().is_cpu() {
+    if !has_kernel(v, re)? {
         let part = |x: &Tensor| x.to_dtype(v.dtype())?.contiguous();
         return Tensor::cat(&[v.contiguous()?, part(re)?, part(im)?], 3);
     }
@@ -28,6 +30,15 @@ pub(super) fn pack_value(v: &Tensor, re: &Tensor, im: &Tensor) -> Result<Tensor>
     } else {
         v.apply_op3_no_bwd(re, im, &PackValue)
     }
+}
+
+/// Whether one operation packs: on the CPU, and on NVIDIA GPUs unless a batch has more heads than their grids.
+fn has_kernel(v: &Tensor, state: &Tensor) -> Result<bool> {
+    #[cfg(feature = "cuda")]
+    if super::tape::gpu::packs(v, state)? {
+        return Ok(true);
+    }
+    Ok(v.device().is_cpu() && state.device().is_cpu())
 }
 
 struct PackValue;
@@ -66,6 +77,19 @@ impl CustomOp3 for PackValue {
         Ok(pack! { F32, F32; F64, F64; BF16, F32; F16, F32; })
     }
 
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(
+        &self,
+        v: &CudaStorage,
+        v_layout: &Layout,
+        re: &CudaStorage,
+        re_layout: &Layout,
+        im: &CudaStorage,
+        im_layout: &Layout,
+    ) -> Result<(CudaStorage, Shape)> {
+        super::tape::gpu::pack([(v, v_layout), (re, re_layout), (im, im_layout)])
+    }
+
     fn bwd(
         &self,
         v: &Tensor,
@@ -74,6 +98,10 @@ impl CustomOp3 for PackValue {
         _packed: &Tensor,
         grad: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
+        #[cfg(feature = "cuda")]
+        if v.device().is_cuda() {
+            return super::tape::gpu::unpack([v, re, im, grad]);
+        }
         let (width, pairs) = (v.dim(3)?, re.dim(3)?);
         let part = |x: &Tensor, start: usize, len: usize| -> Result<Option<Tensor>> {
             if !x.track_op() {

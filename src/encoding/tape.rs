@@ -28,6 +28,11 @@
 //! - Grouped heads: a key/value head has one state, which its query heads share; p̃ is the mean of theirs.
 //! - η and [`StateNorm::Unit`], switches for the two updates, every scaling of RoPE and caching are new.
 
+#[cfg(feature = "cuda")]
+pub(super) mod gpu;
+#[cfg_attr(not(feature = "cuda"), allow(dead_code))]
+mod launch;
+
 use super::mix::mix_heads;
 use super::pack::pack_value;
 use super::{Ctx, Encoding, ModelDims, PosState, Qkv, RopeConfig};
@@ -218,6 +223,84 @@ impl Tape {
         Ok(rotation)
     }
 
+    /// The next layer's state where kernels make it: a launch for each part, and one more for each with
+    /// [`StateNorm::Unit`].
+    #[cfg(feature = "cuda")]
+    fn update_on_gpu(
+        &self,
+        layer: usize,
+        state: &Rotation,
+        carried: Option<&Tensor>,
+        mlp_out: &Tensor,
+    ) -> Result<Option<Rotation>> {
+        let Rotation { cos, sin } = state;
+        let (true, Some(Update { attention, token })) =
+            (cos.device().is_cuda(), self.update_after(layer)?)
+        else {
+            return Ok(None);
+        };
+        let part = |imaginary: bool| gpu::UpdatePart {
+            imaginary,
+            diagonal: attention.as_ref().is_none_or(AttentionUpdate::is_diagonal),
+            has_matrices: token.is_some(),
+        };
+        if !part(false).takes(cos, attention.is_some())? {
+            return Ok(None);
+        }
+        let carried = match attention {
+            Some(_) => Some(check_carried(carried, cos, layer)?),
+            None => None,
+        };
+        let matrices = self.matrices(attention.as_ref(), token.as_ref(), cos, mlp_out)?;
+        let re = part(false).apply(cos, carried, &matrices)?;
+        let im = part(true).apply(sin, carried, &matrices)?;
+        Ok(Some(match self.config.norm {
+            StateNorm::None => Rotation { cos: re, sin: im },
+            StateNorm::Unit => Rotation {
+                cos: gpu::with_modulus(self.modulus, false, &re, &im)?,
+                sin: gpu::with_modulus(self.modulus, true, &re, &im)?,
+            },
+        }))
+    }
+
+    /// What both updates multiply with, η included: each token's own matrix, then that between states and averages;
+    /// (B·T, G·G) and one more row, or either alone. m (B,T,C), the state (B,G,T,D/2).
+    ///
+    /// One product makes all: the gates have one more row and column, which meet in a 1, and the factors one more row.
+    #[cfg(feature = "cuda")]
+    fn matrices(
+        &self,
+        attention: Option<&AttentionUpdate>,
+        token: Option<&TokenUpdate>,
+        state: &Tensor,
+        m: &Tensor,
+    ) -> Result<Tensor> {
+        let (dtype, g) = (state.dtype(), state.dim(1)?);
+        let between_states = match attention {
+            Some(attention) => Some(
+                (attention.between_states(dtype, g)? * self.config.step)?.reshape((1, g * g))?,
+            ),
+            None => None,
+        };
+        let Some(token) = token else {
+            return match between_states {
+                Some(matrix) => Ok(matrix),
+                None => bail!("tape: a layer without an update has no matrices"),
+            };
+        };
+        let gates = token.gates(m, state)?; // (B·T,S)
+        let size = gates.dim(1)?;
+        // Rows of fours, which products read at once.
+        let padded = (size + usize::from(between_states.is_some())).next_multiple_of(4);
+        let mut factors = vec![(token.factors(dtype)? * self.config.step)?];
+        factors.extend(between_states.clone());
+        let missing = padded - size - usize::from(between_states.is_some());
+        if missing > 0 {
+            factors.push(Tensor::zeros((missing, g * g), dtype, state.device())?);
+        }
+        gpu::gate(&gates, padded, between_states.is_some())?.matmul(&Tensor::cat(&factors, 0)?)
+    }
+
     /// Draws how far training moves all tokens of a call.
     fn draw_shift(&self, len: usize, ctx: &mut Ctx) -> Option<i64> {
         let max = self.dims.max_positions;
@@ -288,7 +371,15 @@ impl Encoding for Tape {
         if attention.is_none() && token.is_none() {
             return Ok(state);
         }
-        let Rotation { cos, sin } = self.parts(&state)?;
+        let rotation = self.parts(&state)?;
+        #[cfg(feature = "cuda")]
+        if let Some(rotation) = self.update_on_gpu(layer, rotation, carried, mlp_out)? {
+            return Ok(PosState {
+                positions: state.positions,
+                rotation: Some(rotation),
+            });
+        }
+        let Rotation { cos, sin } = rotation;
         let (b, g, t, pairs) = cos.dims4()?;
         let (mut re, mut im) = (cos.clone(), sin.clone());
         if let Some(attention) = attention {
@@ -363,16 +454,27 @@ pub(super) fn is_last_update(name: &str, layers: usize) -> bool {
 }
 
 impl AttentionUpdate {
-    /// How much of each query head's average each state takes over, (G,H). A state sees the mean of its group.
-    fn matrix(&self, dtype: DType, g: usize, h: usize) -> Result<Tensor> {
+    /// Whether states take over only their own averages.
+    #[cfg(feature = "cuda")]
+    fn is_diagonal(&self) -> bool {
+        !matches!(self, Self::Mix(_))
+    }
+
+    /// How much of each group's mean average each state takes over, (G,G).
+    fn between_states(&self, dtype: DType, g: usize) -> Result<Tensor> {
         let diagonal = |gain: &Tensor| -> Result<Tensor> {
             Tensor::eye(g, dtype, gain.device())?.broadcast_mul(&gain.reshape((g, 1))?)
         };
-        let between_states = match self {
-            Self::Gain(gain) => diagonal(&gain.to_dtype(dtype)?)?,
-            Self::RowSums(matrix) => diagonal(&matrix.to_dtype(dtype)?.sum(1)?)?,
-            Self::Mix(matrix) => matrix.to_dtype(dtype)?,
-        }; // (G,G)
+        match self {
+            Self::Gain(gain) => diagonal(&gain.to_dtype(dtype)?),
+            Self::RowSums(matrix) => diagonal(&matrix.to_dtype(dtype)?.sum(1)?),
+            Self::Mix(matrix) => matrix.to_dtype(dtype),
+        }
+    }
+
+    /// How much of each query head's average each state takes over, (G,H). A state sees the mean of its group.
+    fn matrix(&self, dtype: DType, g: usize, h: usize) -> Result<Tensor> {
+        let between_states = self.between_states(dtype, g)?;
         if h == g {
             return Ok(between_states);
         }
@@ -391,24 +493,31 @@ impl TokenUpdate {
     /// complex numbers for each pair, and S is a multiple of G.
     fn matrix(&self, m: &Tensor, state: &Tensor) -> Result<Tensor> {
         let (b, g, t, _) = state.dims4()?;
-        let (size, width) = self.features.dims2()?;
+        let gate = self.gates(m, state)?.to_dtype(state.dtype())?.silu()?; // (B·T,S)
+        gate.matmul(&self.factors(state.dtype())?)?
+            .reshape((b, t, g, g))
+    }
+
+    /// W_x m of each token, (B·T,S) in m's dtype.
+    fn gates(&self, m: &Tensor, state: &Tensor) -> Result<Tensor> {
+        let (b, _, t, _) = state.dims4()?;
+        let width = self.features.dim(1)?;
         if m.dims() != [b, t, width] {
             bail!(
                 "tape: the feed-forward output must be ({b}, {t}, {width}), got {:?}",
                 m.dims()
             )
         }
-        let dtype = state.dtype();
         let features = self.features.to_dtype(m.dtype())?;
-        let gate = m
-            .reshape((b * t, width))?
-            .matmul(&features.t()?)?
-            .to_dtype(dtype)?
-            .silu()?; // (B·T,S)
+        m.reshape((b * t, width))?.matmul(&features.t()?)
+    }
+
+    /// What each gate multiplies: column s of W_down times row s of W_up, (S,G·G).
+    fn factors(&self, dtype: DType) -> Result<Tensor> {
+        let (size, g) = self.up.dims2()?;
         let down = self.down.to_dtype(dtype)?.t()?.unsqueeze(2)?; // (S,G,1)
         let up = self.up.to_dtype(dtype)?.unsqueeze(1)?; // (S,1,G)
-        gate.matmul(&down.broadcast_mul(&up)?.reshape((size, g * g))?)?
-            .reshape((b, t, g, g))
+        down.broadcast_mul(&up)?.reshape((size, g * g))
     }
 }
 

@@ -1,10 +1,13 @@
 //! Memory on a GPU: what a launch touches, and what is kept from call to call.
+#![allow(unsafe_code)]
 
 use crate::recent::Recent;
 use candle_core::cuda_backend::cudarc::driver::{
-    CudaSlice, CudaStream, DevicePtr, DevicePtrMut, DeviceRepr, SyncOnDrop,
+    result, sys, CudaSlice, CudaStream, DevicePtr, DevicePtrMut, DeviceRepr, SyncOnDrop,
 };
-use candle_core::{CudaDevice, Result};
+use candle_core::cuda_backend::CudaDType;
+use candle_core::op::BackpropOp;
+use candle_core::{bail, CudaDevice, CudaStorage, Layout, Result, Shape, Storage, Tensor};
 use std::sync::Arc;
 
 /// Memory that launches on a stream read and write; what is held is given back when they are on their way.
@@ -24,6 +27,18 @@ impl<'a> Held<'a> {
         let (address, guard) = slice.device_ptr(self.stream);
         self.guards.push(guard);
         address
+    }
+
+    /// The address of a contiguous operand's first element, for reading.
+    pub fn read_operand<T: CudaDType + 'a>(
+        &mut self,
+        (storage, layout): (&'a CudaStorage, &Layout),
+    ) -> Result<u64> {
+        if !layout.is_contiguous() {
+            bail!("a kernel's operand is not contiguous: {layout:?}")
+        }
+        let start = self.read(storage.as_cuda_slice::<T>()?);
+        Ok(start + (layout.start_offset() * size_of::<T>()) as u64)
     }
 
     /// The address, for writing.
@@ -58,6 +73,22 @@ pub(crate) fn kept<K: PartialEq, V, const N: usize>(
     Ok(made)
 }
 
+/// Lets this process keep memory of a GPU that it has freed, for its next request. By default the driver gives all of it
+/// back to the system whenever the process waits for the GPU, and maps it anew afterwards: in training, at every step.
+pub(crate) fn keep_freed(device: &CudaDevice) {
+    let stream = device.cuda_stream();
+    let context = stream.context();
+    let mut threshold = u64::MAX;
+    // SAFETY: the device is the context's own, the pool its default one, and the attribute a `u64`. A GPU without such
+    // pools is only slower.
+    let _ = unsafe {
+        result::device::get_default_mem_pool(context.cu_device()).and_then(|pool| {
+            let attribute = sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD;
+            result::mem_pool::set_attribute(pool, attribute, (&raw mut threshold).cast())
+        })
+    };
+}
+
 /// A copy on the GPU.
 pub(crate) fn upload<T: DeviceRepr + 'static>(
     device: &CudaDevice,
@@ -65,4 +96,20 @@ pub(crate) fn upload<T: DeviceRepr + 'static>(
 ) -> Result<CudaSlice<T>> {
     let stream = device.cuda_stream();
     stream.clone_htod(values).map_err(candle_core::Error::wrap)
+}
+
+/// Whether kernels may read rows of `width` elements at these addresses as `kernels/element.cuh` does: eight elements at
+/// a time, in pieces of 16 bytes.
+pub(crate) fn in_eights(width: usize, addresses: &[u64]) -> bool {
+    width.is_multiple_of(8) && addresses.iter().all(|at| at.is_multiple_of(16))
+}
+
+/// Memory that kernels have filled, as a tensor outside any graph.
+pub(crate) fn filled<T: CudaDType>(
+    slice: CudaSlice<T>,
+    device: &CudaDevice,
+    shape: impl Into<Shape>,
+) -> Tensor {
+    let storage = Storage::Cuda(CudaStorage::wrap_cuda_slice(slice, device.clone()));
+    Tensor::from_storage(storage, shape, BackpropOp::none(), false)
 }

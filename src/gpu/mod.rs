@@ -4,16 +4,29 @@
 //! kernels are launched.
 
 #[cfg(feature = "cuda")]
+mod copy;
+#[cfg(feature = "cuda")]
 mod memory;
 #[cfg(feature = "cuda")]
 mod module;
+mod rows;
+#[cfg_attr(not(feature = "cuda"), allow(dead_code))]
+mod strided;
+#[cfg(feature = "cuda")]
+mod tensor;
 
 #[cfg(feature = "cuda")]
-pub(crate) use memory::{kept, upload, Held};
+pub(crate) use copy::{contiguous, in_order};
+#[cfg(feature = "cuda")]
+pub(crate) use memory::{filled, in_eights, keep_freed, kept, upload, Held};
 #[cfg(feature = "cuda")]
 pub use module::{kernel_launches, kernel_resources, KernelResources};
 #[cfg(feature = "cuda")]
 pub(crate) use module::{launch, IMAGES};
+#[cfg_attr(not(feature = "cuda"), allow(unused_imports))]
+pub(crate) use strided::{Strided, RUN_BYTES};
+#[cfg(feature = "cuda")]
+pub(crate) use tensor::{dispatch, on_gpu, GpuElement, Output, Placed};
 
 use candle_core::{bail, Result};
 
@@ -21,6 +34,18 @@ use candle_core::{bail, Result};
 /// times the compute capability, its letter or nothing.
 #[cfg(not(feature = "cuda"))]
 pub(crate) const IMAGES: &[(bool, u32, &str)] = &[(true, 80, ""), (true, 90, ""), (false, 80, "")];
+
+/// As many threads as kernels tell apart by 32 bits, the last block's idle ones included.
+///
+/// # Errors
+/// When there are more.
+#[cfg_attr(not(feature = "cuda"), allow(dead_code))]
+pub(crate) fn countable(threads: usize) -> Result<usize> {
+    if threads > i32::MAX as usize {
+        bail!("{threads} threads are more than a kernel tells apart")
+    }
+    Ok(threads)
+}
 
 /// A grid of blocks.
 #[cfg_attr(not(feature = "cuda"), allow(dead_code))]

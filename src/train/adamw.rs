@@ -255,6 +255,17 @@ impl AdamW {
         gradients: &Gradients,
         rate: f64,
     ) -> Result<()> {
+        self.step_by_scaled(parameters, gradients, 1., rate)
+    }
+
+    /// [`step`](Self::step) by the gradients times a factor.
+    pub(super) fn step_by_scaled(
+        &mut self,
+        parameters: &Parameters,
+        gradients: &Gradients,
+        factor: f64,
+        rate: f64,
+    ) -> Result<()> {
         if !(rate.is_finite() && rate >= 0.) {
             bail!("adamw: the learning rate must be finite and not negative, got {rate}")
         }
@@ -282,17 +293,47 @@ impl AdamW {
                 }
             }
         }
-        for (name, gradient) in gradients.named() {
-            if let (Some(parameter), Some(slot)) = (trained.get(name), self.slots.get_mut(name)) {
+        for (name, _) in gradients.named() {
+            if let Some(slot) = self.slots.get_mut(name) {
                 slot.moments.updates = slot.moments.updates.saturating_add(1);
-                let update = Update::new(&self.config, slot, rate);
-                let moments = &slot.moments;
-                match gradient.device().is_cpu() {
-                    true => update.in_place(&parameter.master, moments, gradient)?,
-                    false => update.by_tensors(&parameter.master, moments, gradient)?,
-                }
-                parameter.refresh()?;
             }
+        }
+        let config = &self.config;
+        let job = |(name, gradient)| {
+            let (parameter, slot) = (trained.get(name)?, self.slots.get(name)?);
+            Some((parameter, slot, gradient, Update::new(config, slot, rate)))
+        };
+        let jobs: Vec<_> = gradients.named().filter_map(job).collect();
+        #[cfg(feature = "cuda")]
+        {
+            let jobs: Vec<_> = (jobs.iter())
+                .map(|(parameter, slot, gradient, update)| super::cuda::Job {
+                    master: &parameter.master,
+                    first: &slot.moments.first,
+                    second: &slot.moments.second,
+                    gradient,
+                    working: parameter.copy(),
+                    kept: update.kept,
+                    rate: update.rate,
+                    root: update.root,
+                })
+                .collect();
+            if super::cuda::update(config, &jobs, factor)? {
+                return Ok(());
+            }
+        }
+        for (parameter, slot, gradient, update) in jobs {
+            let scaled = match factor == 1. {
+                true => None,
+                false => Some((gradient * factor)?),
+            };
+            let gradient = scaled.as_ref().unwrap_or(gradient);
+            let moments = &slot.moments;
+            match gradient.device().is_cpu() {
+                true => update.in_place(&parameter.master, moments, gradient)?,
+                false => update.by_tensors(&parameter.master, moments, gradient)?,
+            }
+            parameter.refresh()?;
         }
         Ok(())
     }

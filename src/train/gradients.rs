@@ -45,12 +45,24 @@ impl Gradients {
     /// # Errors
     /// When a gradient cannot be converted.
     pub fn of(store: &GradStore, parameters: &Parameters) -> Result<Self> {
-        let mut by_name = BTreeMap::new();
-        for parameter in parameters.trained() {
-            if let Some(gradient) = store.get(&parameter.working) {
-                let gradient = gradient.to_dtype(parameter.master.dtype())?.contiguous()?;
-                by_name.insert(parameter.name, gradient.detach());
+        let trained = parameters.trained();
+        let found: Vec<_> = (trained.iter())
+            .filter_map(|parameter| Some((parameter, store.get(&parameter.working)?)))
+            .collect();
+        #[cfg(feature = "cuda")]
+        if found.iter().all(|(p, _)| p.master.dtype() == DType::F32) {
+            let gradients: Vec<_> = found.iter().map(|(_, gradient)| *gradient).collect();
+            if let Some(gradients) = super::cuda::in_single_precision(&gradients)? {
+                let names = found.iter().map(|(parameter, _)| parameter.name.clone());
+                return Ok(Self {
+                    by_name: names.zip(gradients).collect(),
+                });
             }
+        }
+        let mut by_name = BTreeMap::new();
+        for (parameter, gradient) in found {
+            let gradient = gradient.to_dtype(parameter.master.dtype())?.contiguous()?;
+            by_name.insert(parameter.name.clone(), gradient.detach());
         }
         Ok(Self { by_name })
     }
@@ -100,12 +112,19 @@ impl Gradients {
         Ok(())
     }
 
-    /// The Euclidean norm of all gradients together, summed in f64. On the CPU its bits do not depend on the number
-    /// of threads.
+    /// The Euclidean norm of all gradients together, summed in f64 in a fixed order: on the CPU its bits do not depend on
+    /// the number of threads.
     ///
     /// # Errors
     /// When a gradient cannot be read.
     pub fn norm(&self) -> Result<f64> {
+        #[cfg(feature = "cuda")]
+        {
+            let gradients: Vec<_> = self.by_name.values().collect();
+            if let Some(sum) = super::cuda::sum_of_squares(&gradients)? {
+                return Ok(sum.sqrt());
+            }
+        }
         let squares = self.by_name.values().map(sum_of_squares);
         Ok(squares.sum::<Result<f64>>()?.sqrt())
     }
@@ -116,14 +135,24 @@ impl Gradients {
     /// # Errors
     /// When `largest` is not above 0.
     pub fn clip(&mut self, largest: f64) -> Result<f64> {
+        let (norm, factor) = self.clipping(largest)?;
+        if factor != 1. {
+            self.scale(factor)?;
+        }
+        Ok(norm)
+    }
+
+    /// The norm, and the factor that brings it to at most `largest`: what [`clip`](Self::clip) does, still to be done.
+    pub(super) fn clipping(&self, largest: f64) -> Result<(f64, f64)> {
         if largest.is_nan() || largest <= 0. {
             bail!("gradients: the largest norm must be above 0, got {largest}")
         }
         let norm = self.norm()?;
-        if norm > largest && norm.is_finite() {
-            self.scale(largest / norm)?;
-        }
-        Ok(norm)
+        let factor = match norm > largest && norm.is_finite() {
+            true => largest / norm,
+            false => 1.,
+        };
+        Ok((norm, factor))
     }
 }
 

@@ -10,7 +10,14 @@
 //! - dh = ds·W and dW = Σ over chunks dsᵀ·h.
 //!
 //! That is one product of matrices more than to keep the logits: four where there were three. Where all tokens fit one
-//! chunk, exp(l − max l) is kept and there are three.
+//! chunk, what it was made from is kept and there are three.
+//!
+//! On a GPU a chunk's losses are one kernel, and so is its ds. The products are in f32 there as well, on its ordinary
+//! cores: a bf16 product would round the logits to 8 bits.
+
+mod call;
+#[cfg(feature = "cuda")]
+mod cuda;
 
 use candle_core::backend::BackendStorage;
 use candle_core::{
@@ -192,7 +199,13 @@ fn losses_of(hidden: &Tensor, head: &Tensor, targets: &Targets, chunk: usize) ->
     }
     let device = hidden.device();
     let tensor = |values: &[i64]| Tensor::from_slice(values, values.len(), device);
+    // On a GPU index_add takes a step for each index, one after the other; index_select does not.
+    let spread = match (&targets.places, device.is_cuda()) {
+        (Some(places), true) => Some(tensor(&inverse(places, b * t))?),
+        _ => None,
+    };
     let op = CrossEntropy {
+        spread,
         dtype,
         chunk: (chunk / vocab).max(1),
         ids: tensor(&targets.ids)?,
@@ -208,6 +221,18 @@ fn losses_of(hidden: &Tensor, head: &Tensor, targets: &Targets, chunk: usize) ->
     }
 }
 
+/// For each of so many tokens its place among those that count; `i64::MAX` for one that does not, which candle's
+/// index_select makes zeros of.
+fn inverse(places: &[i64], tokens: usize) -> Vec<i64> {
+    let mut inverse = vec![i64::MAX; tokens];
+    for (i, place) in places.iter().enumerate() {
+        if let Some(here) = inverse.get_mut(*place as usize) {
+            *here = i as i64;
+        }
+    }
+    inverse
+}
+
 /// One call. The losses are computed by [`CrossEntropy::forward`] before this becomes a candle operation, which then
 /// only ties them to the graph.
 struct CrossEntropy {
@@ -219,20 +244,22 @@ struct CrossEntropy {
     ids: Tensor,
     /// (N,), their places among the B·T tokens; `None` where all count.
     places: Option<Tensor>,
+    /// (B·T,), where there are `places` on a GPU: their [inverse].
+    spread: Option<Tensor>,
     /// What the forward pass left of each chunk.
     results: Vec<Softmax>,
     /// (B, T).
     losses: Tensor,
 }
 
-/// The softmax of a chunk of n tokens, as exp(l − greatest)/sum.
+/// The softmax of a chunk of n tokens, as exp(l − greatest)/sum. On a GPU greatest and sum are (n).
 struct Softmax {
     /// (n, 1).
     greatest: Tensor,
     /// (n, 1).
     sum: Tensor,
-    /// (n, V), exp(l − greatest), where it is kept.
-    exponentials: Option<Tensor>,
+    /// (n, V), exp(l − greatest), where it is kept; on a GPU l.
+    kept: Option<Tensor>,
 }
 
 impl CrossEntropy {
@@ -266,6 +293,20 @@ impl CrossEntropy {
         let mut losses = Vec::with_capacity(chunks.len());
         for &chunk in &chunks {
             let logits = self.rows(&hidden, chunk)?.matmul(&head.t()?)?; // (n,V)
+            #[cfg(feature = "cuda")]
+            if logits.device().is_cuda() {
+                let targets = self.ids.narrow(0, chunk.0, chunk.1)?;
+                let [greatest, sum, found] = cuda::losses(&logits, &targets)?;
+                losses.push(found);
+                if keep {
+                    self.results.push(Softmax {
+                        greatest,
+                        sum,
+                        kept: (chunks.len() == 1).then_some(logits),
+                    });
+                }
+                continue;
+            }
             let greatest = logits.max_keepdim(1)?;
             let shifted = logits.broadcast_sub(&greatest)?;
             drop(logits);
@@ -277,7 +318,7 @@ impl CrossEntropy {
                 self.results.push(Softmax {
                     greatest,
                     sum,
-                    exponentials: (chunks.len() == 1).then_some(exponentials),
+                    kept: (chunks.len() == 1).then_some(exponentials),
                 });
             }
         }
@@ -293,12 +334,47 @@ impl CrossEntropy {
         let Some(places) = &self.places else {
             return Ok(counted);
         };
+        if let Some(spread) = &self.spread {
+            return counted.index_select(spread, 0);
+        }
         let mut shape = counted.dims().to_vec();
         if let Some(rows) = shape.first_mut() {
             *rows = self.losses.elem_count();
         }
         let zeros = Tensor::zeros(shape, counted.dtype(), counted.device())?;
         zeros.index_add(places, &counted, 0)
+    }
+
+    /// ds (n, V) of a chunk, whose hidden states are `rows`.
+    fn logits_gradient(
+        &self,
+        rows: &Tensor,
+        weights: &Tensor,
+        upstream: &Tensor,
+        chunk: (usize, usize),
+        Softmax {
+            greatest,
+            sum,
+            kept,
+        }: &Softmax,
+    ) -> Result<Tensor> {
+        let logits = || rows.matmul(&weights.t()?);
+        let g = upstream.narrow(0, chunk.0, chunk.1)?; // (n,)
+        #[cfg(feature = "cuda")]
+        if rows.device().is_cuda() {
+            let logits = kept.clone().map_or_else(logits, Ok)?;
+            let targets = self.ids.narrow(0, chunk.0, chunk.1)?;
+            return cuda::gradient(&logits, &targets, [greatest, sum], &g);
+        }
+        let exponentials = match kept {
+            Some(exponentials) => exponentials.clone(),
+            None => logits()?.broadcast_sub(greatest)?.exp()?,
+        };
+        let g = g.unsqueeze(1)?; // (n,1)
+        let ds = exponentials.broadcast_mul(&(&g / sum)?)?; // (n,V)
+        drop(exponentials);
+        ds.scatter_add_set(&self.chosen(chunk)?, &g.neg()?, 1)?;
+        Ok(ds)
     }
 
     /// dh (B, T, C) and dW (V, C), where they are wanted.
@@ -319,17 +395,7 @@ impl CrossEntropy {
         let mut dw: Option<Tensor> = None;
         for (chunk, softmax) in self.chunks()?.zip(&self.results) {
             let rows = self.rows(&hidden, chunk)?;
-            let exponentials = match &softmax.exponentials {
-                Some(exponentials) => exponentials.clone(),
-                None => {
-                    let logits = rows.matmul(&weights.t()?)?;
-                    logits.broadcast_sub(&softmax.greatest)?.exp()?
-                }
-            };
-            let g = upstream.narrow(0, chunk.0, chunk.1)?.unsqueeze(1)?; // (n,1)
-            let ds = exponentials.broadcast_mul(&(&g / &softmax.sum)?)?; // (n,V)
-            drop(exponentials);
-            ds.scatter_add_set(&self.chosen(chunk)?, &g.neg()?, 1)?;
+            let ds = self.logits_gradient(&rows, &weights, &upstream, chunk, softmax)?; // (n,V)
             if dh_wanted {
                 dh.push(ds.matmul(&weights)?.to_dtype(hidden.dtype())?);
             }

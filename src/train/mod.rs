@@ -103,12 +103,15 @@
 mod adamw;
 mod checkpoint;
 mod checksum;
+#[cfg(feature = "cuda")]
+mod cuda;
 mod gradients;
 mod log;
 mod loss;
 mod parameters;
 mod recompute;
 mod schedule;
+mod table;
 mod trainer;
 mod windows;
 

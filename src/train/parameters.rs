@@ -172,11 +172,15 @@ impl Parameters {
 impl Parameter {
     /// Rounds the working copy from the master anew.
     pub(crate) fn refresh(&self) -> Result<()> {
-        if self.working.dtype() == self.master.dtype() {
-            return Ok(());
+        match self.copy() {
+            Some(copy) => copy.set(&self.master.to_dtype(copy.dtype())?),
+            None => Ok(()),
         }
-        self.working
-            .set(&self.master.to_dtype(self.working.dtype())?)
+    }
+
+    /// The working copy where it is not the master itself.
+    pub(crate) fn copy(&self) -> Option<&Var> {
+        (self.working.dtype() != self.master.dtype()).then_some(&self.working)
     }
 }
 

@@ -44,6 +44,10 @@ pub enum Recompute {
 /// tokens (B, T), targets (B, T), `u32` or `i64`; a negative target is left out, as in
 /// [`token_losses`](super::token_losses). The loss is a scalar, f32 (f64 for a model of f64).
 ///
+/// # On a GPU
+/// Tokens and targets are best on the CPU, where both are looked at: nothing then waits for the GPU. Memory that a step
+/// has freed stays with the process, for its next step.
+///
 /// # Errors
 /// When the model cannot run, the targets do not fit, none of them counts, or no weight of the model is a variable.
 ///
@@ -86,6 +90,10 @@ pub fn loss_and_gradients(
             tokens.dims(),
             [b, t]
         )
+    }
+    #[cfg(feature = "cuda")]
+    if let candle_core::Device::Cuda(device) = model.head().device() {
+        crate::gpu::keep_freed(device);
     }
     match recompute {
         Recompute::Nothing => {

@@ -12,7 +12,7 @@ use crate::encoding::Ctx;
 use crate::init::mix;
 use crate::model::Llama;
 use crate::positions::Positions;
-use candle_core::{bail, DType, Device, Error, Result};
+use candle_core::{bail, DType, Device, Error, Result, Tensor};
 use rand::rngs::ChaCha12Rng;
 use rand::SeedableRng;
 use serde::{Deserialize, Serialize};
@@ -171,7 +171,6 @@ pub struct Trainer {
     parameters: Parameters,
     optimiser: AdamW,
     config: TrainerConfig,
-    device: Device,
     windows: Windows,
     fingerprint: Fingerprint,
     /// What the encoding draws from.
@@ -211,9 +210,9 @@ impl Trainer {
     ) -> Result<Self> {
         config.validate()?;
         let trained = parameters.trained();
-        let Some(device) = trained.first().map(|p| p.master.device().clone()) else {
+        if trained.is_empty() {
             bail!("trainer: no weight trains: build the model from the parameters first, and choose some")
-        };
+        }
         let names = trained.iter().map(|p| p.name.as_str());
         if optimiser.config() != &config.adamw || !names.eq(optimiser.state().map(|(name, _)| name))
         {
@@ -232,7 +231,6 @@ impl Trainer {
             parameters,
             optimiser,
             config,
-            device,
             windows,
             step: 0,
             elapsed: 0.,
@@ -305,17 +303,19 @@ impl Trainer {
             )
         }
         let step = self.step + 1;
-        let (loss, mut gradients) = self.mean_loss_and_gradients()?;
+        let (losses, gradients) = self.losses_and_gradients()?;
+        // Read last: a GPU is then still busy while all of this is launched.
+        let (norm, factor) = match self.config.clip {
+            Some(largest) => gradients.clipping(largest)?,
+            None => (gradients.norm()?, 1.),
+        };
+        let loss = mean(&losses)?;
         if !loss.is_finite() {
             bail!("trainer: the loss is {loss} at step {step}, which is not done; a lower learning rate may help")
         }
         if gradients.named().next().is_none() {
             bail!("trainer: the loss depends on no weight that trains: was the model built from other parameters?")
         }
-        let norm = match self.config.clip {
-            Some(largest) => gradients.clip(largest)?,
-            None => gradients.norm()?,
-        };
         if !norm.is_finite() {
             bail!(
                 "trainer: the gradients' norm is {norm} at step {step} with a loss of {loss:.3}; the step is not done, \
@@ -323,7 +323,8 @@ impl Trainer {
             )
         }
         let rate = self.config.schedule.rate(self.step, self.config.steps);
-        self.optimiser.step(&self.parameters, &gradients, rate)?;
+        self.optimiser
+            .step_by_scaled(&self.parameters, &gradients, factor, rate)?;
         self.step = step;
         let seconds = started.elapsed().as_secs_f64();
         self.elapsed += seconds;
@@ -338,8 +339,8 @@ impl Trainer {
         })
     }
 
-    /// The mean over the step's batches, all of one size.
-    fn mean_loss_and_gradients(&mut self) -> Result<(f64, Gradients)> {
+    /// The loss of each of the step's batches, all of one size, and the mean of their gradients.
+    fn losses_and_gradients(&mut self) -> Result<(Vec<Tensor>, Gradients)> {
         let TrainerConfig {
             batch,
             length,
@@ -348,9 +349,9 @@ impl Trainer {
             ..
         } = self.config;
         let positions = Positions::first(length);
-        let (mut losses, mut sum) = (0., Gradients::default());
+        let (mut losses, mut sum) = (Vec::new(), Gradients::default());
         for _ in 0..accumulation {
-            let (tokens, targets) = self.windows.next_batch(batch, &self.device)?;
+            let (tokens, targets) = self.windows.next_batch(batch, &Device::Cpu)?;
             let mut ctx = Ctx {
                 train: true,
                 rng: Some(&mut self.rng),
@@ -364,13 +365,13 @@ impl Trainer {
                 &mut ctx,
                 recompute,
             )?;
-            losses += loss.to_dtype(DType::F64)?.to_scalar::<f64>()?;
+            losses.push(loss);
             sum.accumulate(Gradients::of(&store, &self.parameters)?)?;
         }
         if accumulation > 1 {
             sum.scale(1. / accumulation as f64)?;
         }
-        Ok((losses / accumulation as f64, sum))
+        Ok((losses, sum))
     }
 
     /// Writes a checkpoint, `step-00000123` in the folder of a run, which is made where it is missing; then removes
@@ -466,4 +467,13 @@ impl Trainer {
             draws: Draws::of(&self.rng),
         })
     }
+}
+
+/// The mean of scalars.
+fn mean(scalars: &[Tensor]) -> Result<f64> {
+    let mut sum = 0.;
+    for scalar in scalars {
+        sum += scalar.to_dtype(DType::F64)?.to_scalar::<f64>()?;
+    }
+    Ok(sum / scalars.len() as f64)
 }

@@ -18,15 +18,19 @@ mod canaries;
 mod cases;
 mod gradients;
 mod kernels;
+mod layers;
 mod long;
 mod models;
 mod phase;
 mod repeats;
 mod report;
+mod rotate;
 mod shapes;
 mod small;
+mod tape;
 mod target;
 mod training;
+mod training_ops;
 
 use candle_core::{Device, Result};
 use report::Report;
@@ -67,6 +71,10 @@ fn tests(small: bool) -> Vec<Test> {
         phase::tests(),
         canaries::tests(),
         gradients::tests(),
+        rotate::tests(),
+        tape::tests(),
+        layers::tests(),
+        training_ops::tests(),
         models::tests(),
         training::tests(),
         repeats::tests(),

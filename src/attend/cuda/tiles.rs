@@ -135,7 +135,7 @@ pub struct BackwardTile {
 pub struct BackwardSide {
     /// Warps in a block, each holding 16 tokens.
     pub warps: usize,
-    /// Tokens in a tile of those that pass by; a divisor of 64.
+    /// Tokens in a tile of those that pass by.
     pub tile: usize,
     /// Of these, how many are looked at at once.
     pub step: usize,
@@ -146,11 +146,23 @@ pub struct BackwardSide {
 }
 
 impl BackwardTile {
-    /// Shared memory that a block of one side needs: what it holds, two tiles of what passes by, and of these what is
-    /// known of each token.
+    /// What its kernels' names start with. Both sides' tiles are of one size.
+    pub fn name(&self) -> String {
+        let Self {
+            score,
+            width,
+            values,
+            keys,
+            ..
+        } = self;
+        format!("attend_backward_{score}_w{width}_v{values}_t{}", keys.tile)
+    }
+
+    /// Shared memory that a block of one side needs: what it holds, two tiles of what passes by, and what is known of each
+    /// token.
     pub const fn shared_bytes(&self, side: &BackwardSide) -> usize {
-        let pitch = 2 * self.width + 16;
-        (16 * side.warps + 2 * side.tile) * (1 + self.values) * pitch + 2 * side.tile * 16
+        let (held, passing) = (16 * side.warps, 2 * side.tile);
+        (held + passing) * (1 + self.values) * (2 * self.width + 16) + 20 * passing + 4 * held
     }
 }
 
@@ -178,19 +190,23 @@ const fn backward(
     }
 }
 
-/// Narrow before wide, for each score.
+/// Narrow before wide, for each score; of one width, first what needs little shared memory. Some GPUs (compute capability
+/// 8.6, 8.9, 12.0) give a block no more than 101,376 bytes.
 pub const BACKWARD: &[BackwardTile] = &[
     backward("dot", [64, 1], [4, 64, 32, 1, 3], [4, 64, 32, 1, 3]),
     backward("dot", [64, 2], [4, 32, 32, 1, 2], [4, 32, 32, 1, 2]),
     backward("dot", [128, 1], [4, 32, 32, 1, 2], [4, 32, 32, 1, 2]),
+    backward("dot", [128, 1], [4, 64, 32, 1, 2], [4, 64, 64, 1, 2]),
+    backward("dot", [128, 2], [4, 16, 16, 2, 2], [4, 16, 16, 1, 2]),
     backward("dot", [128, 2], [4, 32, 32, 2, 2], [4, 32, 32, 1, 2]),
-    backward("dot", [256, 1], [4, 16, 16, 2, 2], [4, 16, 16, 1, 2]),
+    backward("dot", [256, 1], [2, 16, 16, 2, 3], [2, 16, 16, 1, 3]),
     backward("bias", [64, 1], [4, 64, 32, 1, 3], [4, 64, 32, 1, 3]),
     backward("bias", [128, 1], [4, 32, 32, 1, 2], [4, 32, 32, 1, 2]),
-    backward("bias", [256, 1], [4, 16, 16, 2, 2], [4, 16, 16, 1, 2]),
+    backward("bias", [256, 1], [2, 16, 16, 2, 3], [2, 16, 16, 1, 3]),
     backward("phase_fast", [64, 1], [4, 64, 32, 1, 3], [4, 64, 32, 1, 3]),
     backward("phase_fast", [128, 1], [4, 32, 32, 1, 2], [4, 32, 32, 1, 2]),
-    backward("phase_fast", [256, 1], [4, 16, 16, 2, 2], [4, 16, 16, 1, 2]),
+    backward("phase_fast", [128, 1], [4, 64, 32, 1, 2], [4, 64, 64, 1, 2]),
+    backward("phase_fast", [256, 1], [2, 16, 16, 2, 3], [2, 16, 16, 1, 3]),
     backward(
         "phase_precise",
         [64, 1],
@@ -206,8 +222,8 @@ pub const BACKWARD: &[BackwardTile] = &[
     backward(
         "phase_precise",
         [256, 1],
-        [4, 16, 16, 2, 2],
-        [4, 16, 16, 1, 2],
+        [2, 16, 16, 2, 3],
+        [2, 16, 16, 1, 3],
     ),
 ];
 
