@@ -153,7 +153,7 @@ impl Target {
         "the CPU: the tests are under test".to_string()
     }
 
-    /// The kernels that have run, and how often.
+    /// The kernels that plans named, and how often.
     pub fn kernels(&self) -> BTreeMap<String, usize> {
         self.kernels.borrow().clone()
     }
@@ -170,15 +170,16 @@ impl Target {
             problem.device = DeviceKind::Cuda { cc: Some((9, 0)) };
         }
         let plan = plan_problem(&problem, spec)?;
-        *self
-            .kernels
-            .borrow_mut()
-            .entry(plan.kernel.clone())
-            .or_default() += 1;
+        self.count(&plan.kernel);
         report.check(plan.path == Path::FusedCuda, || {
             format!("{q:?} {k:?} {v:?} takes another path: {plan}")
         });
         Ok(plan)
+    }
+
+    fn count(&self, kernel: &str) {
+        let mut kernels = self.kernels.borrow_mut();
+        *kernels.entry(kernel.to_string()).or_default() += 1;
     }
 
     /// Leaves NaN behind in memory that the next allocations are given.
@@ -281,7 +282,13 @@ impl Target {
             .map(|((x, var), storage)| store(var.as_ref().map_or(x, |var| var), storage))
             .collect::<Result<_>>()?;
         let spec = spec(call, manner)?;
-        self.counted_plan([&stored[0], &stored[1], &stored[2]], &spec, report)?;
+        let plan = self.counted_plan([&stored[0], &stored[1], &stored[2]], &spec, report)?;
+        let backward = plan.backward.map(|backward| backward.kernels);
+        report.check(backward.is_some(), || format!("no backward pass: {call:?}"));
+        backward
+            .iter()
+            .flatten()
+            .for_each(|kernel| self.count(kernel));
         let grad = tensor(&inputs.grad, call.dims.out(), manner.dtype)?.to_device(&self.device)?;
         self.poison()?;
         let out = attend_with_lse(&stored[0], &stored[1], &stored[2], &spec)?.out;
