@@ -77,8 +77,9 @@ DEVICE void turn_pairs(Run<T, N> (&runs)[2], const Run<Sum, N> &cos, const Run<S
     for (int j = 0; j < N; j++) {
         Sum &first = z[first_of<N, INTERLEAVED>(j)], &second = z[second_of<N, INTERLEAVED>(j)];
         Sum re = first, im = second;
-        first = re * cos.at[j] - im * sin.at[j];
-        second = re * sin.at[j] + im * cos.at[j];
+        // Rounded alike by whichever kernel.
+        first = fma(re, cos.at[j], -(im * sin.at[j]));
+        second = fma(re, sin.at[j], im * cos.at[j]);
     }
     runs[0] = rounded_run<T>((Sum(&)[N])z[0]);
     runs[1] = rounded_run<T>((Sum(&)[N])z[N]);
@@ -166,7 +167,7 @@ template <class T, int N, bool INTERLEAVED> DEVICE void gradient(const TurnCall 
                 Run<T, N> z[2];
                 z[0] = load_run<N>(source + at[0] * call.source.column);
                 z[1] = load_run<N>(source + at[1] * call.source.column);
-Sum source_values[2 * N], g_values[2 * N];
+                Sum source_values[2 * N], g_values[2 * N];
                 widen_runs(source_values, z);
                 widen_runs(g_values, g);
 #pragma unroll

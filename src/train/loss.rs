@@ -198,7 +198,11 @@ fn losses_of(hidden: &Tensor, head: &Tensor, targets: &Targets, chunk: usize) ->
         )
     }
     let device = hidden.device();
-    let tensor = |values: &[i64]| Tensor::from_slice(values, values.len(), device);
+    // A GPU has no memory of no length, but a view of some can be.
+    let tensor = |values: &[i64]| match values {
+        [] => Tensor::zeros(1, DType::I64, device)?.narrow(0, 0, 0),
+        _ => Tensor::from_slice(values, values.len(), device),
+    };
     // On a GPU index_add takes a step for each index, one after the other; index_select does not.
     let spread = match (&targets.places, device.is_cuda()) {
         (Some(places), true) => Some(tensor(&inverse(places, b * t))?),
@@ -385,6 +389,10 @@ impl CrossEntropy {
         upstream: &Tensor,
         [dh_wanted, dw_wanted]: [bool; 2],
     ) -> Result<(Option<Tensor>, Option<Tensor>)> {
+        if self.ids.elem_count() == 0 {
+            let zeros = |x: &Tensor, wanted: bool| wanted.then(|| x.zeros_like()).transpose();
+            return Ok((zeros(hidden, dh_wanted)?, zeros(head, dw_wanted)?));
+        }
         let (hidden, weights) = (hidden.contiguous()?, head.to_dtype(self.dtype)?);
         let upstream = upstream.flatten_all()?.to_dtype(self.dtype)?;
         let upstream = match &self.places {

@@ -343,7 +343,7 @@ pub fn tests() -> Vec<Test> {
         "tape_update_of_many_tokens_equals_the_cpu",
         |target, report| {
             // More tokens than the kernel has blocks for.
-            let case = case(1, 16, 1, 9000, 64);
+            let case = case(1, 16, 1, 9000, 8);
             check(target, &case, DType::F32, report)?;
             check(target, &case.with(CHANGES[1].1), DType::BF16, report)
         },
