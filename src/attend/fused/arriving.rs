@@ -104,10 +104,14 @@ fn arriving_gradients_stored_in_any_way_give_equal_bits() -> Result<()> {
                     let spec = AttendSpec::causal()
                         .with_score(score.clone())
                         .with_backend(Backend::Fused);
-                    // An operand that is tracked makes it leave what its backward pass needs.
-                    let tracked = Var::from_tensor(&q)?;
+                    // Operands that are tracked make it leave what its backward pass needs.
+                    let [q, k, v] = [
+                        Var::from_tensor(&q)?,
+                        Var::from_tensor(&k)?,
+                        Var::from_tensor(&v)?,
+                    ];
                     let call = Problem::of(&q, &k, &v)?.resolve(&spec)?;
-                    let op = FusedAttention::new(call, [&tracked; 3], false);
+                    let op = FusedAttention::new(call, [&q, &k, &v], false);
                     let out = q.apply_op3_no_bwd(&k, &v, &op)?;
                     let gradients = |grad: &Tensor| -> Result<Vec<Vec<f64>>> {
                         let (dq, dk, dv) = op.bwd(&q, &k, &v, &out, grad)?;
