@@ -31,7 +31,7 @@ use std::sync::Arc;
 // For tests.
 #[cfg(feature = "cuda")]
 #[doc(hidden)]
-pub use crate::gpu::{kernel_launches, kernel_resources, KernelResources};
+pub use crate::gpu::{choose_kernels_as_on, kernel_launches, kernel_resources, KernelResources};
 #[cfg(all(test, feature = "cuda"))]
 pub(crate) use launch::kernel_entries;
 pub use plan::{plan, plan_problem, BackwardPlan, Path, Plan};

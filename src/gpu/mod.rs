@@ -20,9 +20,9 @@ pub(crate) use copy::{contiguous, in_order};
 #[cfg(feature = "cuda")]
 pub(crate) use memory::{filled, in_eights, keep_freed, kept, upload, Held};
 #[cfg(feature = "cuda")]
-pub use module::{kernel_launches, kernel_resources, KernelResources};
+pub use module::{choose_kernels_as_on, kernel_launches, kernel_resources, KernelResources};
 #[cfg(feature = "cuda")]
-pub(crate) use module::{launch, IMAGES};
+pub(crate) use module::{compute_capability, launch, IMAGES};
 #[cfg_attr(not(feature = "cuda"), allow(unused_imports))]
 pub(crate) use strided::{Strided, RUN_BYTES};
 #[cfg(feature = "cuda")]

@@ -9,6 +9,7 @@ use candle_core::cuda_backend::cudarc::driver::{
 use candle_core::cuda_backend::cudarc::nvrtc::Ptx;
 use candle_core::{bail, Device, Result};
 use std::collections::{BTreeMap, HashMap};
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, LazyLock, Mutex, PoisonError};
 
 mod compiled {
@@ -67,6 +68,30 @@ fn function(
     }
     known.launches += launches;
     Ok(known.function.clone())
+}
+
+/// Ten times the compute capability for which kernels are chosen; 0 for the GPU's own.
+static CHOSEN_FOR: AtomicU32 = AtomicU32::new(0);
+
+/// Chooses kernels as on GPUs of another compute capability, so that tests on one GPU run what others would; `None` for
+/// its own again. Not for programs: the choice holds for the whole process.
+#[doc(hidden)]
+pub fn choose_kernels_as_on(capability: Option<(u32, u32)>) {
+    let ten_times = capability.map_or(0, |(major, minor)| 10 * major + minor);
+    CHOSEN_FOR.store(ten_times, Ordering::Relaxed);
+}
+
+/// (9, 0) for an H200: what kernels are chosen for.
+pub(crate) fn compute_capability(context: &Arc<CudaContext>) -> Result<(u32, u32)> {
+    match CHOSEN_FOR.load(Ordering::Relaxed) {
+        0 => {
+            let (major, minor) = context
+                .compute_capability()
+                .map_err(candle_core::Error::wrap)?;
+            Ok((major as u32, minor as u32))
+        }
+        other => Ok((other / 10, other % 10)),
+    }
 }
 
 /// How often each kernel was launched by this process, by its name.

@@ -24,7 +24,29 @@ pub fn tests() -> Vec<Test> {
     tests.extend(padding());
     tests.extend(invariants());
     tests.extend(tracking());
+    tests.push(test("gradients_by_tiles_of_smaller_gpus", smaller_gpus));
     tests
+}
+
+/// Kernels with less shared memory than this GPU has.
+fn smaller_gpus(target: &Target, report: &mut Report) -> Result<()> {
+    target.as_on((8, 6), || {
+        for dtype in HALVES {
+            for (t, s, d, e) in [(150, 200, 128, 128), (90, 70, 128, 256), (70, 70, 256, 256)] {
+                for (_, score, manners) in scores(4, d, dtype) {
+                    let dims = Dims {
+                        t,
+                        s,
+                        e,
+                        ..Dims::square(4, 2, 0, d)
+                    };
+                    let call = Call::causal(dims).with_score(score);
+                    check(target, &call, &manners, 92, report)?;
+                }
+            }
+        }
+        Ok(())
+    })
 }
 
 const DTYPES: [DType; 4] = [DType::F64, DType::F32, DType::BF16, DType::F16];

@@ -10,7 +10,7 @@ use candle_posenc::{
     attend_with_lse, plan_problem, AttendSpec, Backend, DeviceKind, Path, Plan, Positions,
     Precision, Problem,
 };
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
 
 /// A device, and the kernels that have run on it.
@@ -19,6 +19,8 @@ pub struct Target {
     /// Whether freed memory is filled with NaN before each call. Not where uninitialised reads are looked for.
     poisons: bool,
     kernels: RefCell<BTreeMap<String, usize>>,
+    /// On the CPU, of the GPU that is asked about.
+    capability: Cell<(u32, u32)>,
 }
 
 /// Forward results, in the reference's order.
@@ -119,10 +121,23 @@ impl Target {
             device,
             poisons,
             kernels: RefCell::default(),
+            capability: Cell::new((9, 0)),
         };
         // A driver without a device may fail only at the first allocation.
         Tensor::zeros(1, DType::F32, target.device())?;
         Ok(target)
+    }
+
+    /// Lets kernels be chosen as on GPUs of another compute capability while `run` runs.
+    pub fn as_on<T>(&self, capability: (u32, u32), run: impl FnOnce() -> Result<T>) -> Result<T> {
+        let before = self.capability.replace(capability);
+        #[cfg(feature = "cuda")]
+        candle_posenc::attend::choose_kernels_as_on(Some(capability));
+        let result = run();
+        #[cfg(feature = "cuda")]
+        candle_posenc::attend::choose_kernels_as_on(None);
+        self.capability.set(before);
+        result
     }
 
     pub fn device(&self) -> &Device {
@@ -158,7 +173,8 @@ impl Target {
         self.kernels.borrow().clone()
     }
 
-    /// The plan of a call, which must be fused; counts its kernel. On the CPU it is the plan that an H200 would have.
+    /// The plan of a call, which must be fused; counts its kernel. On the CPU it is the plan that an H200 would have,
+    /// or whatever [`as_on`](Self::as_on) names.
     pub fn counted_plan(
         &self,
         [q, k, v]: [&Tensor; 3],
@@ -167,7 +183,8 @@ impl Target {
     ) -> Result<Plan> {
         let mut problem = Problem::of(q, k, v)?;
         if !self.is_gpu() {
-            problem.device = DeviceKind::Cuda { cc: Some((9, 0)) };
+            let cc = Some(self.capability.get());
+            problem.device = DeviceKind::Cuda { cc };
         }
         let plan = plan_problem(&problem, spec)?;
         self.count(&plan.kernel);

@@ -153,9 +153,7 @@ impl Job<'_> {
 
 /// (9, 0) for an H200.
 pub(in crate::attend) fn compute_capability(device: &CudaDevice) -> Result<(u32, u32)> {
-    let stream = device.cuda_stream();
-    let (major, minor) = stream.context().compute_capability().map_err(Error::wrap)?;
-    Ok((major as u32, minor as u32))
+    crate::gpu::compute_capability(device.cuda_stream().context())
 }
 
 /// What a call runs.
