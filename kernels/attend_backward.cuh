@@ -300,7 +300,7 @@ struct BackwardKernel {
         return weight;
     }
 
-    // {log-sum-exp, delta} of the queries at the columns of a block, or of the one that is held.
+    // {log-sum-exp, delta times the scale} of the queries at the columns of a block, or of the one that is held.
     DEVICE float4 rows_at(uint32_t record, int i, int half) const {
         if constexpr (!KEYS) return {rows[half].x, rows[half].y, rows[half].x, rows[half].y};
         int4 both = load_shared(record + i * 64);
@@ -379,10 +379,11 @@ struct BackwardKernel {
         return seen;
     }
 
-    // Multiplies with dP - delta.
+    // Multiplies with dP - delta and the scale: f16 would not hold all that a small scale makes small.
     template <bool MASKED, int BLOCKS>
     DEVICE void pack_gradients(uint32_t (&gradients)[BLOCKS / 2][4], const float (&x)[BLOCKS][4], const float (&z)[BLOCKS][4],
                                uint32_t record, unsigned seen) const {
+        float scale = fabsf(call.scale);
 #pragma unroll
         for (int i = 0; i < BLOCKS; i++)
 #pragma unroll
@@ -391,7 +392,7 @@ struct BackwardKernel {
                 float pair[2];
 #pragma unroll
                 for (int e = 0; e < 2; e++) {
-                    pair[e] = x[i][2 * half + e] * (z[i][2 * half + e] - (e == 0 ? row.y : row.w));
+                    pair[e] = x[i][2 * half + e] * __fmaf_rn(z[i][2 * half + e], scale, -(e == 0 ? row.y : row.w));
                     if (MASKED && !(seen >> (4 * i + 2 * half + e) & 1)) pair[e] = 0.f;
                 }
                 gradients[i / 2][i % 2 * 2 + half] = Half<T>::pack(pair[0], pair[1]);
@@ -485,7 +486,7 @@ struct BackwardKernel {
                                 : rows[half].x == INFINITY;
         auto factor = [&](int c) {
             bool of_phase = PHASE && block.piece * FIRST_BLOCKS + c >= CHUNKS / 2;
-            return of_phase ? -6.2831853f * fabsf(call.scale) : call.scale;
+            return of_phase ? -6.2831853f : copysignf(1.f, call.scale);
         };
         auto column = [&](int chunk) { return source_column<Score, CHUNKS>(call, block.piece * FIRST_BLOCKS + chunk); };
         write<FIRST_BLOCKS>(KEYS ? call.dk : call.dq, KEYS ? block.kv_head : block.head, held_tokens().len, first_sums, unseen,

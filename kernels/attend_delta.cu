@@ -1,4 +1,4 @@
-// What the backward pass needs of each row, for bf16 and f16: delta, the sum of out * grad over its columns.
+// What the backward pass needs of each row, for bf16 and f16: delta, the sum of out * grad over its columns, times the scale.
 //
 // With weights P, dP = grad v^T and out = P v, the gradient of a row's scores is P (dP - delta): delta is their mean
 // (FlashAttention, Dao et al., arXiv 2205.14135, appendix B.4). Where dP hardly differs along a row, all of it is in the
@@ -38,7 +38,7 @@ template <class T> DEVICE void attend_delta(const DeltaCall &call) {
             delta += __shfl_xor_sync(0xffu << (threadIdx.x % 32 / LANES * LANES), delta, mask);
         float2 statistics = __ldg(call.statistics + head_row * call.len + row);
         enormous |= fabsf(statistics.x) > ENORMOUS && statistics.x != INFINITY;
-        if (lane == 0) call.rows[head_row * call.len + row] = {statistics.x, delta};
+        if (lane == 0) call.rows[head_row * call.len + row] = {statistics.x, delta * call.scale};
     }
     enormous = __syncthreads_or(enormous);
     if (threadIdx.x == 0) call.enormous[blockIdx.x] = enormous;

@@ -62,7 +62,9 @@ template <class T_, class Score_, int WIDTH_, int VALUES_, int WARPS_, int ROW_T
     Score score;
 
     float sums[HALVES], references[HALVES];
-    float rounded_sums[ROW_TILES][4]; // of weights as they weigh the values, in each element of the row; for `rest`
+    // Of weights as they were rounded to weigh the values, so that values that are all the same average to themselves; the
+    // log-sum-exp is of the others.
+    float rounded_sums[ROW_TILES][4];
     float averages[VALUES][ROW_TILES][COLUMN_BLOCKS][4];
 
     DEVICE ForwardKernel(const ForwardCall &call, const Block<T> &block, uint8_t *shared, int2 *key_tokens)
@@ -351,11 +353,10 @@ template <class T_, class Score_, int WIDTH_, int VALUES_, int WARPS_, int ROW_T
                     sums[a] += low + high;
                     weights[r][j] = Half<T>::pack(low, high);
                 }
-            if (call.rest) {
+            if constexpr (Score::PHASE) __syncwarp(); // so it takes fewer registers
 #pragma unroll
-                for (int r = 0; r < ROW_TILES; r++)
-                    Half<T>::multiply_add(rounded_sums[r], weights[r], Half<T>::ONES, Half<T>::ONES);
-            }
+            for (int r = 0; r < ROW_TILES; r++)
+                Half<T>::multiply_add(rounded_sums[r], weights[r], Half<T>::ONES, Half<T>::ONES);
 #pragma unroll
             for (int piece = 0; piece < VALUES; piece++)
 #pragma unroll
@@ -374,18 +375,17 @@ template <class T_, class Score_, int WIDTH_, int VALUES_, int WARPS_, int ROW_T
     // Divides by the sums and writes what is asked for. Rows that saw nothing give 0 and -infinity.
     DEVICE void write() {
         int64_t head_row = ((int64_t)block.batch * call.heads + block.head) * call.queries.len;
-        float inverses[HALVES], rounded_inverses[HALVES];
+        float inverses[HALVES];
 #pragma unroll
         for (int a = 0; a < HALVES; a++) {
             float sum = sum_of_row(sums[a]);
-            inverses[a] = sum == 0.f ? 0.f : 1.f / sum;
-            rounded_inverses[a] = 1.f / rounded_sums[a / 2][a % 2 * 2];
+            inverses[a] = sum == 0.f ? 0.f : 1.f / rounded_sums[a / 2][a % 2 * 2];
             int row = first_query() + 8 * a;
             if (block.piece == 0 && lane % 4 == 0 && row < call.queries.len)
                 write_statistics(head_row + row, references[a], sum);
         }
-        write_averages<false>((T *)call.out, head_row, inverses, rounded_inverses);
-        if (call.rest) write_averages<true>((T *)call.rest, head_row, inverses, rounded_inverses);
+        write_averages((T *)call.out, head_row, inverses, false);
+        if (call.rest) write_averages((T *)call.rest, head_row, inverses, true);
     }
 
     // log2 of the row's sum of weights, in two numbers where one would lose too much of it; see `subtract_references`.
@@ -401,11 +401,8 @@ template <class T_, class Score_, int WIDTH_, int VALUES_, int WARPS_, int ROW_T
         call.statistics[row] = sum == 0.f ? float2{INFINITY, 0.f} : float2{total, lost};
     }
 
-    // Writes the averages, or the `REST`: what makes of them, rounded, the averages by weights as they were rounded, unrounded.
-    // Those are what the backward pass has to take delta of: where dP is the same along a row, it equals that.
-    template <bool REST>
-    DEVICE void write_averages(T *out, int64_t head_row, const float (&inverses)[HALVES],
-                               const float (&rounded_inverses)[HALVES]) {
+    // Writes the averages, or what rounding them loses.
+    DEVICE void write_averages(T *out, int64_t head_row, const float (&inverses)[HALVES], bool rest) {
         // Each warp passes its rows through the shared memory of its own queries, to write whole chunks.
         uint8_t *rows = shared + warp_row() * PITCH;
 #pragma unroll
@@ -417,7 +414,7 @@ template <class T_, class Score_, int WIDTH_, int VALUES_, int WARPS_, int ROW_T
                     float *pair = &averages[i][a / 2][c][a % 2 * 2];
                     float low = pair[0] * inverses[a], high = pair[1] * inverses[a];
                     uint32_t both = Half<T>::pack(low, high);
-                    if (REST) both = Half<T>::pack_rest(pair[0] * rounded_inverses[a], pair[1] * rounded_inverses[a], both);
+                    if (rest) both = Half<T>::pack_rest(low, high, both);
                     *(uint32_t *)(rows + (8 * a + lane / 4) * PITCH + c * 16 + lane % 4 * 4) =
                         inverses[a] == 0.f ? 0 : both; // what nobody sees may be infinite
                 }

@@ -71,12 +71,12 @@ struct DeltaCall {
     const void *out, *rest;   // (B,H,T,E) without gaps, as the forward pass left them
     Operand grad;             // the output's gradient
     const float2 *statistics; // as in ForwardCall
-    float2 *rows;             // (B,H,T): the first of a row's statistics, and delta, the sum of out * grad
+    float2 *rows;             // (B,H,T): the first of a row's statistics, and delta, the sum of out * grad, times scale
     int *enormous;            // (B,H,ceil(T/64)): whether a tile of 64 queries has a row whose statistics' second part counts
     int heads;
     int len;                  // T
     int value_width;          // E
-    int reserved;
+    float scale;              // without its sign
 };
 
 struct BackwardCall {

@@ -221,7 +221,7 @@ impl BackwardPass<'_> {
             heads: narrow(dims.h)?,
             len: narrow(dims.t)?,
             value_width: narrow(dims.e)?,
-            reserved: 0,
+            scale: self.job.call.score.scale().abs() as f32,
         };
         let entry = kernels.entry(Pass::Delta, dtype);
         // SAFETY: the operands' extents were checked by candle, what the forward pass left and the results are as long as

@@ -104,7 +104,7 @@ pub(crate) struct DeltaCall {
     pub grad: Operand,
     /// As in [`ForwardCall`].
     pub statistics: u64,
-    /// (B,H,T) pairs of f32: the first of a row's statistics, and delta.
+    /// (B,H,T) pairs of f32: the first of a row's statistics, and delta times the scale.
     pub rows: u64,
     /// (B,H,ceil(T/64)) of i32: whether a tile of 64 queries has a score so large that its statistics' second part counts.
     pub enormous: u64,
@@ -112,7 +112,8 @@ pub(crate) struct DeltaCall {
     /// T.
     pub len: i32,
     pub value_width: i32,
-    pub reserved: i32,
+    /// Without its sign.
+    pub scale: f32,
 }
 
 /// The one argument of the backward kernels on tensor cores.

@@ -44,7 +44,7 @@ pub const FORWARD: &[ForwardTile] = &[
     tile("dot", [128, 1, 4, 2, 64, 2]),
     tile("dot", [128, 2, 4, 1, 64, 2]),
     tile("dot", [256, 1, 4, 1, 32, 2]),
-    tile("bias", [64, 1, 4, 2, 48, 3]),
+    tile("bias", [64, 1, 4, 2, 64, 2]),
     tile("bias", [96, 1, 4, 2, 64, 2]),
     tile("bias", [128, 1, 4, 2, 64, 2]),
     tile("bias", [256, 1, 4, 1, 32, 2]),
