@@ -125,6 +125,7 @@ const PLAIN: &[(&str, &str)] = &[
     ("embedding", "embedding.cu"),
     ("heads", "heads.cu"),
     ("optimiser", "optimiser.cu"),
+    ("phase_norm", "phase_norm.cu"),
     ("rms_norm", "rms_norm.cu"),
     ("rotate", "rotate.cu"),
     ("swiglu", "swiglu.cu"),

@@ -16,6 +16,11 @@
 //! rates. [`PhaseForm::Linear`] is turned into a dot product of short augmented vectors, so that it needs no
 //! kernel of its own.
 
+#[cfg(feature = "cuda")]
+mod gpu;
+#[cfg_attr(not(feature = "cuda"), allow(dead_code))]
+mod launch;
+
 use super::{Encoding, ModelDims, PosState, Qkv};
 use crate::attend::Score;
 use candle_core::{bail, DType, Result, Tensor};
@@ -174,6 +179,12 @@ impl Tapa {
                 self.head_dim,
                 x.dims()
             )
+        }
+        #[cfg(feature = "cuda")]
+        if let (PhaseForm::Quadratic, Some(gain)) = (self.phase, gain) {
+            if gpu::takes(&x, gain) {
+                return gpu::normalise(&x, gain, self.amp_dim);
+            }
         }
         let dtype = x.dtype();
         let accumulate = match dtype {

@@ -101,7 +101,7 @@ fn loads(_: &Target, report: &mut Report) -> Result<()> {
     Ok(())
 }
 
-/// Those of rotation, of TAPE's state and of heads put side by side.
+/// Those of rotation, of TAPE's state, of TAPA's phase norm and of heads put side by side.
 #[cfg(feature = "cuda")]
 fn beside_attention() -> Vec<String> {
     let named = |kernels: &[&str], types: &[&str]| -> Vec<String> {
@@ -116,6 +116,12 @@ fn beside_attention() -> Vec<String> {
     [
         named(&["rotate_turn_*", "rotate_turn_*_runs"], &all),
         named(&["rotate_gradient_*", "rotate_gradient_*_runs"], &all),
+        named(&["phase_norm_forward_*", "phase_norm_backward_*"], &all),
+        named(
+            &["phase_norm_forward_*_runs", "phase_norm_backward_*_runs"],
+            &all,
+        ),
+        named(&["phase_norm_gain_*"], &all),
         named(&["tape_pack_*", "tape_pack_*_runs"], &all),
         named(&["tape_unpack_*", "tape_unpack_*_runs"], &all),
         named(&["tape_update_*", "tape_update_gradient_*"], &all),

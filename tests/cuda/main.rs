@@ -22,6 +22,7 @@ mod layers;
 mod long;
 mod models;
 mod phase;
+mod phase_norm;
 mod repeats;
 mod report;
 mod rotate;
@@ -72,6 +73,7 @@ fn tests(small: bool) -> Vec<Test> {
         canaries::tests(),
         gradients::tests(),
         rotate::tests(),
+        phase_norm::tests(),
         tape::tests(),
         layers::tests(),
         training_ops::tests(),
