@@ -354,7 +354,7 @@ DEVICE void store_rows(void *to, const Sum (&rows)[4][4], int n, int first, int 
 
 template <class T> DEVICE void update(const UpdateCall &call) {
     using Sum = typename SumOf<T>::type;
-    extern __shared__ double memory[];
+    extern __shared__ __align__(16) double memory[];
     Tile<Sum> tile(call, (Sum *)memory, false);
     load_weights(call, tile, false);
     int all = call.batch * call.len;
@@ -464,7 +464,7 @@ template <class T, class Sum> DEVICE void store_carried(const UpdateCall &call, 
 
 template <class T> DEVICE void update_gradient(const UpdateCall &call) {
     using Sum = typename SumOf<T>::type;
-    extern __shared__ double memory[];
+    extern __shared__ __align__(16) double memory[];
     Tile<Sum> tile(call, (Sum *)memory, true);
     load_weights(call, tile, true);
     int all = call.batch * call.len;

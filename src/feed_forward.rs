@@ -1,8 +1,8 @@
 //! The gated feed-forward part, SwiGLU: down(silu(gate(x)) ⊙ up(x)) (Shazeer, arXiv 2002.05202v1, equation 6).
 //!
-//! Where gradients flow it is one operation over x (…, C), the weights of gate and up behind each other (2I, C), and
-//! that of down (C, I). So gate and up are one product, forward and backward, and between the products no gradient is
-//! added to anything. With z = x·[G U]ᵀ, h = swiglu(z), y = h·Dᵀ and dy the gradient of y:
+//! Where gradients flow through many rows it is one operation over x (…, C), the weights of gate and up behind each
+//! other (2I, C), and that of down (C, I). So gate and up are one product, forward and backward, and between the
+//! products no gradient is added to anything. With z = x·[G U]ᵀ, h = swiglu(z), y = h·Dᵀ and dy the gradient of y:
 //!
 //! - dD = dyᵀ·h and dh = dy·D, then dz as in [`swiglu`](crate::swiglu),
 //! - d[G U] = dzᵀ·x and dx = dz·[G U].
@@ -46,13 +46,20 @@ impl FeedForward {
         let [gate, up, down] =
             [&self.gate_proj, &self.up_proj, &self.down_proj].map(Projection::weight);
         let tracked = [x, gate, up, down].iter().any(|x| x.track_op());
-        if tracked && (x.device().is_cpu() || x.device().is_cuda()) {
+        if tracked && is_worth_joining(x, gate) && (x.device().is_cpu() || x.device().is_cuda()) {
             let joined = Tensor::cat(&[gate, up], 0)?;
             return joined_forward(x, &joined, down);
         }
         let gated = swiglu(&self.gate_proj.forward(x)?, &self.up_proj.forward(x)?)?;
         self.down_proj.forward(&gated)
     }
+}
+
+/// Whether x (…, C) has at least C rows. The weights of gate and up, 2I·C numbers, are then copied behind each other for
+/// z, which is no smaller. With fewer rows, one above all, the copy would cost more than the products gain.
+fn is_worth_joining(x: &Tensor, gate: &Tensor) -> bool {
+    let width = gate.dims().last().copied().unwrap_or(0);
+    x.elem_count() / width.max(1) >= width
 }
 
 fn joined_forward(x: &Tensor, gate_up: &Tensor, down: &Tensor) -> Result<Tensor> {
@@ -281,9 +288,11 @@ mod tests {
 
     #[test]
     fn part_and_its_gradients_equal_those_by_tensors() -> Result<()> {
-        // One of everything, odd sizes, more than one task.
+        // One of everything, odd sizes, fewer rows than columns, more than one task.
         for (shape, inner) in [
             (vec![1, 1, 1], 1),
+            (vec![1, 1, 8], 5),
+            (vec![2, 3, 7], 9),
             (vec![2, 3, 5], 7),
             (vec![9, 4], 6),
             (vec![2, 90, 8], 301),
@@ -307,8 +316,12 @@ mod tests {
 
     #[test]
     fn part_gives_the_same_with_and_without_gradients() -> Result<()> {
-        for dtype in [DType::F64, DType::F32, DType::BF16] {
-            let all = operands(&[2, 5, 8], 16)?;
+        let dtypes = [DType::F64, DType::F32, DType::BF16];
+        for (dtype, rows) in dtypes
+            .into_iter()
+            .flat_map(|dtype| [(dtype, 1), (dtype, 5)])
+        {
+            let all = operands(&[2, rows, 8], 16)?;
             let mut cast = Vec::new();
             for x in &all {
                 cast.push(x.to_dtype(dtype)?);
@@ -322,7 +335,25 @@ mod tests {
                 DType::F32 => 1e-5,
                 _ => 1e-1,
             };
-            assert!(difference(&plain, &tracked)? < bar, "{dtype:?}");
+            assert!(difference(&plain, &tracked)? < bar, "{dtype:?} {rows}");
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn weights_are_joined_from_as_many_rows_on_as_there_are_columns() -> Result<()> {
+        let gate = random((3, 6))?;
+        for (shape, expected) in [
+            (vec![1, 1, 6], false),
+            (vec![1, 5, 6], false),
+            (vec![2, 3, 6], true),
+            (vec![7, 6], true),
+        ] {
+            assert_eq!(
+                is_worth_joining(&random(shape.clone())?, &gate),
+                expected,
+                "{shape:?}"
+            );
         }
         Ok(())
     }

@@ -4,11 +4,14 @@
 //! flash attention has no backward pass. Here every operation on the way has one:
 //!
 //! - [`attend()`]: softmax attention over any score, fused, forward and backward, memory linear in the length;
-//!   [`plan`] tells which code will run, and why. On NVIDIA GPUs, with the feature `cuda`, the forward pass is fused.
+//!   [`plan`] tells which code will run, and why.
 //! - [`rotate()`]: rotation of heads, differentiable in the head and in the table.
 //! - [`encoding`]: RoPE with every length extension, ALiBi, TAPA, TAPE, absolute, none, or [your own](Encoding).
 //! - [`Llama`]: a model that takes any of them, with a [`KvCache`]; [`hf`] reads and writes it as Hugging Face does.
 //! - [`train`]: masters in f32, AdamW, checkpoints that resume bit for bit, long contexts in little memory.
+//!
+//! On NVIDIA GPUs, with the feature `cuda`, attention, rotation, TAPE's state, norms, SwiGLU, the loss and AdamW have
+//! kernels of their own, forward and backward.
 //!
 //! # Quick start
 //!

@@ -290,6 +290,29 @@ fn memory_of_the_gpus_backward_pass_is_linear_in_length_and_told() -> Result<()>
         half.workspace_bytes,
         16_000 * 2 * 4 + 16 * 16 * 4 + 16_000 * 64 * 2
     );
+    // Copies of inputs live until then: here of q and k, whose rows start between vectors.
+    let shifted = |operand: Operand| Operand {
+        offset: 1,
+        ..operand
+    };
+    for t in [1000, 16] {
+        let aligned = on_gpu(t, t, 64, 64);
+        let plan = |problem: Problem| plan_problem(&problem, &on(Backend::Auto));
+        let [without, with] = [
+            plan(aligned)?,
+            plan(Problem {
+                q: shifted(aligned.q),
+                k: shifted(aligned.k),
+                ..aligned
+            })?,
+        ];
+        assert_eq!(with.copies, ["makes q contiguous", "makes k contiguous"]);
+        let copied = (16 + 4) * t * 64 * 2;
+        assert_eq!(with.workspace_bytes, without.workspace_bytes + copied);
+        let [without, with] = [without, with].map(|plan| plan.backward.unwrap());
+        assert_eq!(with.saved_bytes, without.saved_bytes + copied);
+        assert_eq!(with.workspace_bytes, without.workspace_bytes);
+    }
     // What the forward pass does not leave, running it again does.
     let few = of_length(16, DType::BF16)?;
     assert_eq!(few.saved_bytes, 0);

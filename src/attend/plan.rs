@@ -51,7 +51,8 @@ pub struct BackwardPlan {
     /// forward kernel before them runs once more, because the one that made the output leaves nothing for them. The one
     /// for dk and dv runs where k or v is tracked, that for dq where q is.
     pub kernels: Vec<String>,
-    /// Memory that the forward pass of tracked tensors leaves for it, beside inputs and output, in bytes.
+    /// Memory that the forward pass of tracked tensors leaves for it, beside inputs and output, in bytes; its copies of
+    /// inputs are part of it.
     pub saved_bytes: usize,
     /// Memory beyond that, the output's gradient and its own gradients that it asks for at most, in bytes; tables that
     /// the forward pass made are used again.
@@ -202,6 +203,7 @@ fn cuda_plan(
     let copied_bytes = copied.clone().map(|(_, operand)| {
         saturating_product(operand.dims).saturating_mul(problem.dtype.size_in_bytes())
     });
+    let copied_bytes = copied_bytes.fold(0, usize::saturating_add);
     let turns_bytes = match score {
         ScoreKind::Phase { .. } => {
             let reach = launch::reach(greatest_distance(dims, spec));
@@ -228,19 +230,25 @@ fn cuda_plan(
         precision: matches!(score, ScoreKind::Phase { .. }).then_some(kernel.precision()),
         workspace_bytes: saturating_sum([
             launch::workspace_bytes(&kernel, dims),
-            copied_bytes.fold(0, usize::saturating_add),
+            copied_bytes,
             turns_bytes,
             position_bytes,
         ]),
         copies: copied
             .map(|(name, _)| format!("makes {name} contiguous"))
             .collect(),
-        backward: Some(cuda_backward(&demand, &kernel, list_bytes)),
+        backward: Some(cuda_backward(&demand, &kernel, copied_bytes, list_bytes)),
     })
 }
 
-/// The backward pass on a GPU behind this forward kernel; `list_bytes` of positions have tiles of each kernel's own.
-fn cuda_backward(demand: &Demand, kernel: &Kernel, list_bytes: usize) -> BackwardPlan {
+/// The backward pass on a GPU behind this forward kernel, for which inputs of `copied_bytes` were copied; `list_bytes` of
+/// positions have tiles of each kernel's own.
+fn cuda_backward(
+    demand: &Demand,
+    kernel: &Kernel,
+    copied_bytes: usize,
+    list_bytes: usize,
+) -> BackwardPlan {
     let Demand { dims, dtype, .. } = demand;
     let backward = Backward::choose(demand);
     let leaving = backward.forward(demand);
@@ -254,7 +262,7 @@ fn cuda_backward(demand: &Demand, kernel: &Kernel, list_bytes: usize) -> Backwar
     let entries = Pass::ALL.map(|pass| backward.entry(pass, *dtype));
     BackwardPlan {
         kernels: runs_again.into_iter().chain(entries).collect(),
-        saved_bytes,
+        saved_bytes: saved_bytes.saturating_add(copied_bytes),
         workspace_bytes: saturating_sum([
             backward.workspace_bytes(dims, *dtype),
             // The gradient, where the kernels cannot read it where it lies.

@@ -8,7 +8,8 @@ use candle_core::cuda_backend::cudarc::driver::{
 use candle_core::cuda_backend::CudaDType;
 use candle_core::op::BackpropOp;
 use candle_core::{bail, CudaDevice, CudaStorage, Layout, Result, Shape, Storage, Tensor};
-use std::sync::Arc;
+use std::collections::BTreeSet;
+use std::sync::{Arc, Mutex, PoisonError};
 
 /// Memory that launches on a stream read and write; what is held is given back when they are on their way.
 pub(crate) struct Held<'a> {
@@ -73,18 +74,33 @@ pub(crate) fn kept<K: PartialEq, V, const N: usize>(
     Ok(made)
 }
 
+/// GPUs that [`keep_freed`] has seen, by ordinal.
+static SEEN: Mutex<BTreeSet<usize>> = Mutex::new(BTreeSet::new());
+
 /// Lets this process keep memory of a GPU that it has freed, for its next request. By default the driver gives all of it
 /// back to the system whenever the process waits for the GPU, and maps it anew afterwards: in training, at every step.
+///
+/// The threshold is the whole process's. So it is looked at once for each GPU, and left alone where it is not the
+/// driver's default of 0: a choice of the program that this is part of stays, made before or after.
 pub(crate) fn keep_freed(device: &CudaDevice) {
     let stream = device.cuda_stream();
     let context = stream.context();
-    let mut threshold = u64::MAX;
+    // The set is whole whenever a thread may have panicked.
+    let mut seen = SEEN.lock().unwrap_or_else(PoisonError::into_inner);
+    if !seen.insert(context.ordinal()) {
+        return;
+    }
+    let attribute = sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD;
+    let (mut chosen, mut all) = (0u64, u64::MAX);
     // SAFETY: the device is the context's own, the pool its default one, and the attribute a `u64`. A GPU without such
     // pools is only slower.
     let _ = unsafe {
         result::device::get_default_mem_pool(context.cu_device()).and_then(|pool| {
-            let attribute = sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD;
-            result::mem_pool::set_attribute(pool, attribute, (&raw mut threshold).cast())
+            result::mem_pool::get_attribute(pool, attribute, (&raw mut chosen).cast())?;
+            match chosen {
+                0 => result::mem_pool::set_attribute(pool, attribute, (&raw mut all).cast()),
+                _ => Ok(()),
+            }
         })
     };
 }

@@ -21,12 +21,12 @@ use compiled::KERNELS;
 /// Dynamic shared memory that a kernel may have without asking for it.
 const UNASKED_SHARED_BYTES: u32 = 48 << 10;
 
-/// What is loaded, by GPU and name. A module belongs to a GPU's primary context, which all of candle's devices on that
-/// GPU share, and keeps it alive.
+/// What is loaded, by GPU and name; functions in two steps, so that a known one is found by a borrowed name. A module
+/// belongs to a GPU's primary context, which all of candle's devices on that GPU share, and keeps it alive.
 #[derive(Default)]
 struct Loaded {
     modules: HashMap<(usize, &'static str), Arc<CudaModule>>,
-    functions: HashMap<(usize, String), Function>,
+    functions: HashMap<usize, HashMap<String, Function>>,
 }
 
 /// A kernel, the dynamic shared memory that it may have, and how often it was launched.
@@ -47,15 +47,18 @@ fn function(
 ) -> Result<CudaFunction> {
     // Either map is valid whenever a thread may have panicked.
     let mut loaded = LOADED.lock().unwrap_or_else(PoisonError::into_inner);
-    let key = (context.ordinal(), entry.to_string());
     let Loaded { modules, functions } = &mut *loaded;
-    let known = match functions.entry(key) {
-        std::collections::hash_map::Entry::Occupied(known) => known.into_mut(),
-        std::collections::hash_map::Entry::Vacant(vacant) => vacant.insert(Function {
+    let functions = functions.entry(context.ordinal()).or_default();
+    if !functions.contains_key(entry) {
+        let function = Function {
             function: load(modules, context, entry)?,
             shared_bytes: UNASKED_SHARED_BYTES,
             launches: 0,
-        }),
+        };
+        functions.insert(entry.to_string(), function);
+    }
+    let Some(known) = functions.get_mut(entry) else {
+        bail!("kernel {entry} was not loaded")
     };
     if shared_bytes > known.shared_bytes {
         let attribute =
@@ -98,7 +101,7 @@ pub(crate) fn compute_capability(context: &Arc<CudaContext>) -> Result<(u32, u32
 pub fn kernel_launches() -> BTreeMap<String, usize> {
     let loaded = LOADED.lock().unwrap_or_else(PoisonError::into_inner);
     let mut launches = BTreeMap::new();
-    for ((_, entry), function) in &loaded.functions {
+    for (entry, function) in loaded.functions.values().flatten() {
         *launches.entry(entry.clone()).or_default() += function.launches;
     }
     launches.retain(|_, count| *count > 0);

@@ -248,7 +248,9 @@ impl AdamW {
     ///
     /// # Errors
     /// When the rate is negative or not finite, or a gradient belongs to no weight that is trained or has another
-    /// shape or dtype than the weight's master. Then nothing is changed.
+    /// shape or dtype than the weight's master; then nothing is changed. When the device fails, its memory running out for
+    /// instance: weights reached before that are changed and have counted the update; the one reached then has not, but
+    /// may be changed in part; those behind it are as they were.
     pub fn step(
         &mut self,
         parameters: &Parameters,
@@ -293,15 +295,32 @@ impl AdamW {
                 }
             }
         }
-        for (name, _) in gradients.named() {
+        let mut reached = 0;
+        let result = self.update(&trained, gradients, factor, rate, &mut reached);
+        for (name, _) in gradients.named().take(reached) {
             if let Some(slot) = self.slots.get_mut(name) {
                 slot.moments.updates = slot.moments.updates.saturating_add(1);
             }
         }
+        result
+    }
+
+    /// Changes weights and moments in the order of the gradients, all of which belong to weights here, but not the counts
+    /// of updates: `reached` is how many of the weights were changed, also after an error.
+    fn update(
+        &self,
+        trained: &BTreeMap<String, Parameter>,
+        gradients: &Gradients,
+        factor: f64,
+        rate: f64,
+        reached: &mut usize,
+    ) -> Result<()> {
         let config = &self.config;
         let job = |(name, gradient)| {
             let (parameter, slot) = (trained.get(name)?, self.slots.get(name)?);
-            Some((parameter, slot, gradient, Update::new(config, slot, rate)))
+            let t = slot.moments.updates.saturating_add(1);
+            let update = Update::new(config, slot.group, t, rate);
+            Some((parameter, slot, gradient, update))
         };
         let jobs: Vec<_> = gradients.named().filter_map(job).collect();
         #[cfg(feature = "cuda")]
@@ -319,6 +338,7 @@ impl AdamW {
                 })
                 .collect();
             if super::cuda::update(config, &jobs, factor)? {
+                *reached = jobs.len();
                 return Ok(());
             }
         }
@@ -333,6 +353,7 @@ impl AdamW {
                 true => update.in_place(&parameter.master, moments, gradient)?,
                 false => update.by_tensors(&parameter.master, moments, gradient)?,
             }
+            *reached += 1;
             parameter.refresh()?;
         }
         Ok(())
@@ -353,14 +374,15 @@ struct Update {
 }
 
 impl Update {
-    fn new(config: &AdamWConfig, slot: &Slot, rate: f64) -> Self {
-        let rate = rate * slot.group.rate;
-        let t = slot.moments.updates as f64;
+    /// A weight's t-th.
+    fn new(config: &AdamWConfig, group: Group, t: u64, rate: f64) -> Self {
+        let rate = rate * group.rate;
+        let t = t as f64;
         Self {
             beta1: config.beta1,
             beta2: config.beta2,
             epsilon: config.epsilon,
-            kept: 1. - rate * slot.group.weight_decay,
+            kept: 1. - rate * group.weight_decay,
             rate: rate / (1. - config.beta1.powf(t)),
             root: (1. - config.beta2.powf(t)).sqrt(),
         }
@@ -510,7 +532,36 @@ fn contiguous_mut<'a, T>(values: &'a mut [T], layout: &Layout) -> Result<&'a mut
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::init::SeededVars;
     use candle_core::{DType, Device};
+
+    #[test]
+    fn updates_are_counted_of_the_weights_that_were_reached_before_a_failure() -> Result<()> {
+        let parameters = Parameters::new(SeededVars::new(0));
+        let vb = parameters.builder(DType::F32, &Device::Cpu);
+        let weight = |name| vb.get_with_hints(2, name, candle_nn::Init::Const(3.));
+        let [a, b, c] = [weight("a")?, weight("b")?, weight("c")?];
+        let loss = (a.sqr()? + b.sqr()? + c.sqr()?)?.sum_all()?;
+        let gradients = Gradients::of(&loss.backward()?, &parameters)?;
+        let mut optimiser = AdamW::new(AdamWConfig::default(), &parameters)?;
+        let updates = |optimiser: &AdamW| {
+            optimiser
+                .state()
+                .map(|(_, x)| x.updates)
+                .collect::<Vec<_>>()
+        };
+        optimiser.step(&parameters, &gradients, 0.5)?;
+        assert_eq!(updates(&optimiser), [1, 1, 1]);
+        // Not what the gradient is, which the update of b finds out by itself.
+        let wrong = Var::zeros(2, DType::F64, &Device::Cpu)?;
+        optimiser.slots.get_mut("b").unwrap().moments.second = wrong;
+        assert!(optimiser.step(&parameters, &gradients, 0.5).is_err());
+        assert_eq!(updates(&optimiser), [2, 1, 1]);
+        let values = |x: &Tensor| x.to_vec1::<f32>();
+        assert!(values(&a)? < values(&b)?);
+        assert_eq!(values(&b)?, values(&c)?);
+        Ok(())
+    }
 
     #[test]
     fn in_place_update_equals_that_by_tensors() -> Result<()> {
@@ -535,11 +586,7 @@ mod tests {
                 weight_decay: 0.3,
                 rate: 2.,
             };
-            let slot = Slot {
-                moments: fused_moments.clone(),
-                group,
-            };
-            let update = Update::new(&AdamWConfig::default(), &slot, 0.01);
+            let update = Update::new(&AdamWConfig::default(), group, 3, 0.01);
             let gradient = wave(0.9)?;
             update.in_place(&fused, &fused_moments, &gradient)?;
             update.by_tensors(&plain, &plain_moments, &gradient)?;

@@ -45,8 +45,15 @@ pub enum Recompute {
 /// [`token_losses`](super::token_losses). The loss is a scalar, f32 (f64 for a model of f64).
 ///
 /// # On a GPU
-/// Tokens and targets are best on the CPU, where both are looked at: nothing then waits for the GPU. Memory that a step
-/// has freed stays with the process, for its next step.
+/// Tokens and targets are best on the CPU, where both are looked at: reading them from a GPU waits for all that was
+/// launched. Positions that are spans then ask for no waiting either. Explicit ones do where their tensors are new: those
+/// on a GPU are read to the host, and the lists that attention makes of them are uploaded and waited for, once for a pair
+/// of tensors as long as these are among the few used last. So it is with tables that a first step makes. And all
+/// uploads, of token and target ids too, are from pageable memory, for which the driver may wait at its discretion.
+///
+/// Memory that a step has freed stays with the process, for its next step: the first step on a GPU raises the release
+/// threshold of its default memory pool, which is the whole process's, if that is still the driver's default of 0. A
+/// threshold that the program has chosen is left alone, before and after.
 ///
 /// # Errors
 /// When the model cannot run, the targets do not fit, none of them counts, or no weight of the model is a variable.

@@ -46,8 +46,8 @@ pub enum Schedule {
         #[serde(default)]
         floor: f64,
     },
-    /// Half a cosine down over the whole run, times a warm-up: it falls already while it warms up, and never quite
-    /// reaches the peak.
+    /// Half a cosine down over the whole run, times a warm-up: it falls already while it warms up. With a warm-up of two
+    /// steps or more and a floor below 1 it never quite reaches the peak; without one, or with one step, it begins there.
     WholeCosine {
         /// What the cosine begins with.
         peak: f64,

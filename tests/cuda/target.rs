@@ -23,6 +23,20 @@ pub struct Target {
     capability: Cell<(u32, u32)>,
 }
 
+/// Goes back to a capability when it is dropped, also by a panic.
+struct Before<'a> {
+    cell: &'a Cell<(u32, u32)>,
+    capability: (u32, u32),
+}
+
+impl Drop for Before<'_> {
+    fn drop(&mut self) {
+        #[cfg(feature = "cuda")]
+        candle_posenc::attend::choose_kernels_as_on(None);
+        self.cell.set(self.capability);
+    }
+}
+
 /// Forward results, in the reference's order.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Forward {
@@ -130,14 +144,13 @@ impl Target {
 
     /// Lets kernels be chosen as on GPUs of another compute capability while `run` runs.
     pub fn as_on<T>(&self, capability: (u32, u32), run: impl FnOnce() -> Result<T>) -> Result<T> {
-        let before = self.capability.replace(capability);
+        let _before = Before {
+            cell: &self.capability,
+            capability: self.capability.replace(capability),
+        };
         #[cfg(feature = "cuda")]
         candle_posenc::attend::choose_kernels_as_on(Some(capability));
-        let result = run();
-        #[cfg(feature = "cuda")]
-        candle_posenc::attend::choose_kernels_as_on(None);
-        self.capability.set(before);
-        result
+        run()
     }
 
     pub fn device(&self) -> &Device {
