@@ -1,4 +1,4 @@
-// The backward pass of attention without tensor cores: f32 and f64, any width, any alignment, any positions.
+// The backward pass of attention without tensor cores: f32, f64, bf16 and f16, any width, any alignment, any positions.
 //
 // With weights P, dP = grad v^T and delta = the sum of out * grad along a row, the gradient of the scores is
 // dS = P (dP - delta) (FlashAttention, Dao et al., arXiv 2205.14135, appendix B.4), and

@@ -53,6 +53,8 @@ mod atomic;
 pub mod attend;
 pub mod attention;
 pub mod cache;
+#[cfg(test)]
+mod drawn;
 mod embedding;
 pub mod encoding;
 mod feed_forward;

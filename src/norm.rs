@@ -317,7 +317,7 @@ mod tests {
     const EPSILON: f64 = 1e-5;
 
     fn random(shape: impl Into<Shape>) -> Result<Tensor> {
-        Tensor::randn(0f64, 1., shape, &CPU)
+        crate::drawn::normal(1., shape)
     }
 
     fn greatest(x: &Tensor) -> Result<f64> {

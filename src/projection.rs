@@ -267,7 +267,7 @@ mod tests {
     const CPU: Device = Device::Cpu;
 
     fn random(shape: impl Into<Shape>) -> Result<Tensor> {
-        Tensor::randn(0f64, 1., shape, &CPU)
+        crate::drawn::normal(1., shape)
     }
 
     fn difference(a: &Tensor, b: &Tensor) -> Result<f64> {

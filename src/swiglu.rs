@@ -289,7 +289,7 @@ mod tests {
     const CPU: Device = Device::Cpu;
 
     fn random(shape: impl Into<Shape>) -> Result<Tensor> {
-        Tensor::randn(0f64, 2., shape, &CPU)
+        crate::drawn::normal(2., shape)
     }
 
     fn by_tensors(gate: &Tensor, up: &Tensor) -> Result<Tensor> {

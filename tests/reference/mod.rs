@@ -611,7 +611,7 @@ impl Call {
         }
         let keys: Vec<KeySums> = seen_by
             .par_iter()
-            .map(|queries| self.backward_key(inputs, &rows, queries, r))
+            .map(|queries| self.backward_key(inputs, &rows, queries, (r, stored)))
             .collect();
         for (key, sums) in keys.iter().enumerate() {
             for (summed, width, sums) in
@@ -675,32 +675,35 @@ impl Call {
                 &inputs.k[(first_key + j) * d..][..d],
                 pair,
                 here,
-                r,
+                (r, stored),
             );
             ds.push(here);
         }
         BackwardRow { row, ds, dq }
     }
 
-    /// Adds what a pair gives to the gradient of q, of which `other` is the key, or of k, of which it is the query.
+    /// Adds what a pair gives to the gradient of q, of which `other` is the key, or of k, of which it is the query. A phase's
+    /// two gradients of products are matrices of their own, stored before they are multiplied with the other side.
     fn add_products(
         &self,
         sums: &mut [[f64; 3]],
         other: &[f64],
         pair: &Pair,
         [ds, ds_mass, ds_reach]: [f64; 3],
-        r: &impl Fn(f64) -> f64,
+        (r, stored): (&impl Fn(f64) -> f64, &impl Fn(f64) -> f64),
     ) {
-        let amp_dim = match &self.score {
-            Score::Phase { amp_dim, .. } => *amp_dim,
-            _ => self.dims.d,
+        let (amp_dim, of_phase) = match &self.score {
+            Score::Phase { amp_dim, .. } => (*amp_dim, true),
+            _ => (self.dims.d, false),
         };
         for (c, ([value, mass, reach], other)) in sums.iter_mut().zip(other).enumerate() {
             let (slope, slope_mass) = match c < amp_dim {
                 true => (pair.first, pair.first_mass),
                 false => (pair.second, pair.second_mass),
             };
-            *value = r(*value + r(r(ds * slope) * other));
+            let product = r(ds * slope);
+            let product = if of_phase { stored(product) } else { product };
+            *value = r(*value + r(product * other));
             *mass += ds_mass * slope_mass * other.abs() + f64::MIN_POSITIVE;
             *reach += ds_reach * slope_mass * other.abs();
         }
@@ -712,7 +715,7 @@ impl Call {
         inputs: &Inputs,
         rows: &[Option<BackwardRow>],
         queries: &[(usize, usize)],
-        r: &impl Fn(f64) -> f64,
+        (r, stored): (&impl Fn(f64) -> f64, &impl Fn(f64) -> f64),
     ) -> KeySums {
         let Dims { d, e, .. } = self.dims;
         let mut sums = KeySums {
@@ -731,7 +734,7 @@ impl Call {
                 *reach += grad.abs();
             }
             let q = &inputs.q[query * d..][..d];
-            self.add_products(&mut sums.dk, q, &row.pairs[at], ds[at], r);
+            self.add_products(&mut sums.dk, q, &row.pairs[at], ds[at], (r, stored));
         }
         sums
     }

@@ -10,7 +10,7 @@ use crate::attend::Operand;
 use crate::gpu::Held;
 use crate::positions::PositionTable;
 use candle_core::cuda_backend::cudarc::driver::CudaSlice;
-use candle_core::{bail, CudaDevice, DType, Error, Layout, Result};
+use candle_core::{bail, CudaDevice, DType, Layout, Result};
 use std::sync::Arc;
 
 /// A call, and where it runs.
