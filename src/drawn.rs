@@ -1,6 +1,6 @@
-//! Normal numbers for unit tests, the same in every run of a test.
+//! For unit tests of operations: numbers that are the same in every run of a test, gradients, and how far results are apart.
 
-use candle_core::{Device, Result, Shape, Tensor};
+use candle_core::{bail, DType, Device, Result, Shape, Tensor, Var};
 use rand::rngs::StdRng;
 use rand::SeedableRng;
 use rand_distr::{Distribution, StandardNormal};
@@ -21,4 +21,36 @@ pub(crate) fn normal(deviation: f64, shape: impl Into<Shape>) -> Result<Tensor> 
             .collect()
     });
     Tensor::from_vec(values, shape, &Device::Cpu)
+}
+
+/// The greatest difference; NaN is greatest.
+pub(crate) fn difference(a: &Tensor, b: &Tensor) -> Result<f64> {
+    assert_eq!(a.dims(), b.dims());
+    let off = (a.to_dtype(DType::F64)? - b.to_dtype(DType::F64)?)?;
+    let off = off.abs()?.flatten_all()?.to_vec1::<f64>()?;
+    let greater = |a: f64, b: f64| if b > a || b.is_nan() { b } else { a };
+    Ok(off.into_iter().fold(0., greater))
+}
+
+/// The result, and both operands' gradients for an upstream gradient that differs from place to place.
+pub(crate) fn with_gradients(
+    a: &Tensor,
+    b: &Tensor,
+    operation: impl Fn(&Tensor, &Tensor) -> Result<Tensor>,
+) -> Result<[Tensor; 3]> {
+    let (a, b) = (Var::from_tensor(a)?, Var::from_tensor(b)?);
+    let y = operation(&a, &b)?;
+    let upstream = (0..y.elem_count()).map(upstream).collect();
+    let upstream = Tensor::from_vec(upstream, y.shape(), &Device::Cpu)?.to_dtype(y.dtype())?;
+    let gradients = (&y * upstream)?.sum_all()?.backward()?;
+    let gradient = |x: &Tensor| match gradients.get(x) {
+        Some(gradient) => Ok(gradient.detach()),
+        None => bail!("no gradient"),
+    };
+    Ok([y.detach(), gradient(&a)?, gradient(&b)?])
+}
+
+/// The upstream gradient at a place.
+pub(crate) fn upstream(i: usize) -> f64 {
+    (0.7 * i as f64).sin() + 0.3
 }

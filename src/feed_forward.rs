@@ -222,18 +222,13 @@ impl CustomOp3 for Joined {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::drawn::difference;
     use candle_core::Var;
 
     const CPU: Device = Device::Cpu;
 
     fn random(shape: impl Into<Shape>) -> Result<Tensor> {
         crate::drawn::normal(1., shape)
-    }
-
-    fn difference(a: &Tensor, b: &Tensor) -> Result<f64> {
-        assert_eq!(a.dims(), b.dims());
-        let off = (a.to_dtype(DType::F64)? - b.to_dtype(DType::F64)?)?;
-        off.abs()?.max_all()?.to_scalar()
     }
 
     fn part_of(weights: [&Tensor; 3]) -> FeedForward {

@@ -311,6 +311,7 @@ fn sum<A: WithDType>(len: usize, term: impl Fn(usize) -> A) -> A {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::drawn::{difference, with_gradients};
     use candle_core::{Device, Var};
 
     const CPU: Device = Device::Cpu;
@@ -327,31 +328,6 @@ mod tests {
         Ok(all
             .into_iter()
             .fold(0., |a, b| if b > a || b.is_nan() { b } else { a }))
-    }
-
-    fn difference(a: &Tensor, b: &Tensor) -> Result<f64> {
-        assert_eq!(a.dims(), b.dims());
-        greatest(&(a.to_dtype(DType::F64)? - b.to_dtype(DType::F64)?)?)
-    }
-
-    /// Result, dx and dw for an upstream gradient that differs from place to place.
-    fn with_gradients(
-        x: &Tensor,
-        weight: &Tensor,
-        norm: impl Fn(&Tensor, &Tensor) -> Result<Tensor>,
-    ) -> Result<[Tensor; 3]> {
-        let (x, weight) = (Var::from_tensor(x)?, Var::from_tensor(weight)?);
-        let y = norm(&x, &weight)?;
-        let upstream = Tensor::arange(0u32, y.elem_count() as u32, &CPU)?.to_dtype(DType::F64)?;
-        let upstream = ((upstream * 0.7)?.sin()? + 0.3)?.reshape(y.shape())?;
-        let gradients = (&y * upstream.to_dtype(y.dtype())?)?
-            .sum_all()?
-            .backward()?;
-        let gradient = |x: &Tensor| match gradients.get(x) {
-            Some(gradient) => Ok(gradient.detach()),
-            None => bail!("no gradient"),
-        };
-        Ok([y.detach(), gradient(&x)?, gradient(&weight)?])
     }
 
     #[test]

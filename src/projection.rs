@@ -262,35 +262,10 @@ impl CustomOp2 for Project {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use candle_core::{DType, Device, Var};
-
-    const CPU: Device = Device::Cpu;
+    use crate::drawn::{difference, with_gradients};
 
     fn random(shape: impl Into<Shape>) -> Result<Tensor> {
         crate::drawn::normal(1., shape)
-    }
-
-    fn difference(a: &Tensor, b: &Tensor) -> Result<f64> {
-        assert_eq!(a.dims(), b.dims());
-        (a - b)?.abs()?.max_all()?.to_dtype(DType::F64)?.to_scalar()
-    }
-
-    /// Result, dx and dW for an upstream gradient that differs from place to place.
-    fn with_gradients(
-        x: &Tensor,
-        weight: &Tensor,
-        project: impl Fn(&Tensor, &Tensor) -> Result<Tensor>,
-    ) -> Result<[Tensor; 3]> {
-        let (x, weight) = (Var::from_tensor(x)?, Var::from_tensor(weight)?);
-        let y = project(&x, &weight)?;
-        let upstream = Tensor::arange(0u32, y.elem_count() as u32, &CPU)?.to_dtype(DType::F64)?;
-        let upstream = ((upstream * 0.7)?.sin()? + 0.3)?.reshape(y.shape())?;
-        let gradients = (&y * upstream)?.sum_all()?.backward()?;
-        let gradient = |x: &Tensor| match gradients.get(x) {
-            Some(gradient) => Ok(gradient.detach()),
-            None => bail!("no gradient"),
-        };
-        Ok([y.detach(), gradient(&x)?, gradient(&weight)?])
     }
 
     fn check(

@@ -284,7 +284,8 @@ fn backward<T: Element>(gate: &[T], up: &[T], grad: &[T]) -> (Vec<T>, Vec<T>) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use candle_core::{Device, Var};
+    use crate::drawn::{difference, upstream, with_gradients};
+    use candle_core::Device;
 
     const CPU: Device = Device::Cpu;
 
@@ -294,38 +295,6 @@ mod tests {
 
     fn by_tensors(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
         gate.silu()? * up
-    }
-
-    fn difference(a: &Tensor, b: &Tensor) -> Result<f64> {
-        assert_eq!(a.dims(), b.dims());
-        let off = (a.to_dtype(DType::F64)? - b.to_dtype(DType::F64)?)?;
-        let off = off.abs()?.flatten_all()?.to_vec1::<f64>()?;
-        // NaN is greatest.
-        Ok(off
-            .into_iter()
-            .fold(0., |a, b| if b > a || b.is_nan() { b } else { a }))
-    }
-
-    fn upstream(i: usize) -> f64 {
-        (0.7 * i as f64).sin() + 0.3
-    }
-
-    /// Result and gradients for an upstream gradient that differs from place to place.
-    fn with_gradients(
-        gate: &Tensor,
-        up: &Tensor,
-        gated: impl Fn(&Tensor, &Tensor) -> Result<Tensor>,
-    ) -> Result<[Tensor; 3]> {
-        let (gate, up) = (Var::from_tensor(gate)?, Var::from_tensor(up)?);
-        let y = gated(&gate, &up)?;
-        let weights: Vec<f64> = (0..y.elem_count()).map(upstream).collect();
-        let weights = Tensor::from_vec(weights, y.shape(), &CPU)?.to_dtype(y.dtype())?;
-        let gradients = (&y * weights)?.sum_all()?.backward()?;
-        let gradient = |x: &Tensor| match gradients.get(x) {
-            Some(gradient) => Ok(gradient.detach()),
-            None => bail!("no gradient"),
-        };
-        Ok([y.detach(), gradient(&gate)?, gradient(&up)?])
     }
 
     #[test]
