@@ -1,7 +1,7 @@
 // Softmax attention, backward, on the tensor cores of compute capability 8.0 and later, in two kernels without atomics.
 //
 // With scores s, weights P = exp(s - log-sum-exp), dP = grad v^T and delta as `attend_delta` leaves it, the gradient of the
-// scores is ds = P (dP - delta), and for products x = q.k of which s = scale x:
+// scores is ds = P (dP - delta) (both there and here times |scale|), and for products x = q.k of which s = scale x:
 //
 //     dq = scale ds k        dk = scale ds^T q        dv = P^T grad
 //
