@@ -69,7 +69,7 @@ struct Fetch {
 template <typename Element>
 __device__ __forceinline__ void attend(const SimtCall &call) {
     const SimtProblem &problem = call.problem;
-    using Real = typename Accumulate<Element>::Real;
+    using Real = RealOf<Element>;
     using Size = Sizes<Real>;
     constexpr Real HIDDEN = -static_cast<Real>(INFINITY);
 
@@ -267,10 +267,9 @@ __device__ __forceinline__ void attend(const SimtCall &call) {
                 const int to_column = stage * Size::COLUMNS + vector * Size::VECTOR + c % Size::VECTOR;
                 if (to_column >= value_columns) continue;
                 const Real exact = empty ? Real(0) : multiply(out[stage][i][c], inverse);
-                Element rounded;
-                narrow(&rounded, exact);
+                const Element rounded = narrow<Element>(exact);
                 out_row[to_column] = rounded;
-                if (rest_row) narrow(rest_row + to_column, exact - widen(rounded));
+                if (rest_row) rest_row[to_column] = narrow<Element>(exact - widen(rounded));
             }
         if (blockIdx.y > 0 || column > 0) continue;
         const Real log_sum = empty ? Real(0) : logarithm(sum[i]);

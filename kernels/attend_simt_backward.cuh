@@ -102,7 +102,7 @@ __device__ __forceinline__ void average(Real (&sums)[Sizes<Real>::ROWS][Sizes<Re
 // laid out, for keys those of v's behind them. Block: THREADS. Shared memory: BackwardSizes<Real>::SHARED.
 template <typename Element, bool OF_KEYS>
 __device__ __forceinline__ void gradients(const SimtBackwardCall &call) {
-    using Real = typename Accumulate<Element>::Real;
+    using Real = RealOf<Element>;
     using Size = BackwardSizes<Real>;
     constexpr Real HIDDEN = -static_cast<Real>(INFINITY);
     const SimtProblem &problem = call.problem;
@@ -340,7 +340,7 @@ __device__ __forceinline__ void gradients(const SimtBackwardCall &call) {
             for (int c = 0; c < Size::LANE_COLUMNS; ++c) {
                 const int at = (c / Size::VECTOR * 8 + column) * Size::VECTOR + c % Size::VECTOR;
                 const int to_column = of_scores ? score_column(s)(at) : value_column(s - score_stages)(at);
-                if (to_column >= 0) narrow(to + to_column, real ? sums[k][i][c] : Real(0));
+                if (to_column >= 0) to[to_column] = narrow<Element>(real ? sums[k][i][c] : Real(0));
             }
         }
     }

@@ -10,7 +10,7 @@ constexpr int DELTA_WARPS = 4;
 
 template <typename Element>
 __device__ __forceinline__ void delta(const SimtDeltaCall &call) {
-    using Real = typename Accumulate<Element>::Real;
+    using Real = RealOf<Element>;
     const int lane = threadIdx.x % 32;
     const int64_t row = int64_t(blockIdx.x) * DELTA_WARPS + threadIdx.x / 32;
     if (row >= call.rows) return;

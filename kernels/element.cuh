@@ -1,32 +1,10 @@
-// Elements of the four dtypes: loaded as what kernels compute in (f32, or f64 for f64), and rounded back. Eight
-// neighbours at a time, in pieces of 16 bytes where rows are whole and aligned, else one by one.
+// Elements loaded as what kernels compute in, and rounded back: eight neighbours at a time, in pieces of 16 bytes where
+// rows are whole and aligned, else one by one.
 #pragma once
-#include "ptx.cuh"
-
-template <class T> struct Compute {
-    using Real = float;
-};
-template <> struct Compute<double> {
-    using Real = double;
-};
-template <class T> using RealOf = typename Compute<T>::Real;
-
-DEVICE float widen(float x) { return x; }
-DEVICE double widen(double x) { return x; }
-DEVICE float widen(__nv_bfloat16 x) { return __bfloat162float(x); }
-DEVICE float widen(__half x) { return __half2float(x); }
-
-DEVICE void narrow(float &to, float x) { to = x; }
-DEVICE void narrow(double &to, double x) { to = x; }
-DEVICE void narrow(__nv_bfloat16 &to, float x) { to = __float2bfloat16_rn(x); }
-DEVICE void narrow(__half &to, float x) { to = __float2half_rn(x); }
+#include "numbers.cuh"
 
 // As it is after a store and a load.
-template <class T> DEVICE RealOf<T> rounded(RealOf<T> x) {
-    T stored;
-    narrow(stored, x);
-    return widen(stored);
-}
+template <class T> DEVICE RealOf<T> rounded(RealOf<T> x) { return widen(narrow<T>(x)); }
 
 constexpr int EIGHT = 8;
 
@@ -76,6 +54,6 @@ template <bool VECTOR, class T> DEVICE void store_eight(T *to, const RealOf<T> (
     } else {
 #pragma unroll
         for (int i = 0; i < EIGHT; i++)
-            if (i < left) narrow(to[i], from[i]);
+            if (i < left) to[i] = narrow<T>(from[i]);
     }
 }

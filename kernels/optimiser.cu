@@ -62,9 +62,9 @@ template <class Real> DEVICE void update(const TableCall &call) {
         ((Real *)entry.master)[at] = w;
         if (!entry.working) continue;
         if (entry.type == BF16)
-            narrow(((__nv_bfloat16 *)entry.working)[at], float(w));
+            ((__nv_bfloat16 *)entry.working)[at] = narrow<__nv_bfloat16>(float(w));
         else
-            narrow(((__half *)entry.working)[at], float(w));
+            ((__half *)entry.working)[at] = narrow<__half>(float(w));
     }
 }
 

@@ -42,7 +42,7 @@ template <class Sum> DEVICE Sum team_sum(Sum sum, int lanes) {
 
 // What a block has to do with its head.
 template <class T> struct Head {
-    using Sum = typename SumOf<T>::type;
+    using Sum = RealOf<T>;
     int head, piece, team, teams, first; // `first` is the thread's first column
     Sum gain, columns;
     DEVICE Head(const PhaseCall &call, int run) {
@@ -71,7 +71,7 @@ struct Row {
 };
 
 template <class T, int N> DEVICE void forward(const PhaseCall &call) {
-    using Sum = typename SumOf<T>::type;
+    using Sum = RealOf<T>;
     const Head<T> head(call, N);
     const int step = call.lanes * N;
     for (int64_t start = (int64_t)head.piece * head.teams; start < call.rows; start += (int64_t)call.pieces * head.teams) {
@@ -104,7 +104,7 @@ template <class T, int N> DEVICE void forward(const PhaseCall &call) {
 }
 
 template <class T, int N> DEVICE void backward(const PhaseCall &call) {
-    using Sum = typename SumOf<T>::type;
+    using Sum = RealOf<T>;
     __shared__ Sum totals[THREADS];
     const Head<T> head(call, N);
     const int step = call.lanes * N;
@@ -161,7 +161,7 @@ template <class T, int N> DEVICE void backward(const PhaseCall &call) {
 
 // A warp has a head.
 template <class T> DEVICE void gain_gradient(const PhaseCall &call) {
-    using Sum = typename SumOf<T>::type;
+    using Sum = RealOf<T>;
     const int head = blockIdx.x * (THREADS / 32) + threadIdx.x / 32;
     if (head >= call.heads) return;
     const Sum *partial = (const Sum *)call.partial + (int64_t)head * call.pieces;
@@ -169,7 +169,7 @@ template <class T> DEVICE void gain_gradient(const PhaseCall &call) {
 #pragma unroll 4
     for (int piece = threadIdx.x % 32; piece < call.pieces; piece += 32) sum += partial[piece];
     sum = team_sum(sum, 32);
-    if (threadIdx.x % 32 == 0) ((T *)call.gain_grad)[head] = rounded<T>(sum);
+    if (threadIdx.x % 32 == 0) ((T *)call.gain_grad)[head] = narrow<T>(sum);
 }
 
 } // namespace

@@ -188,7 +188,7 @@ template <class T> DEVICE void weight_gradient(const NormCall &call) {
     sum = 0;
 #pragma unroll
     for (int i = 0; i < PARTS; i++) sum += sums[i][lane];
-    narrow(((T *)call.weight_grad)[column], sum);
+    ((T *)call.weight_grad)[column] = narrow<T>(sum);
 }
 
 } // namespace

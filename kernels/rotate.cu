@@ -97,7 +97,7 @@ DEVICE void load_entries(Run<Sum, N> &cos, Run<Sum, N> &sin, const TurnCall &cal
 }
 
 template <class T, int N, bool INTERLEAVED> DEVICE void turn(const TurnCall &call) {
-    using Sum = typename SumOf<T>::type;
+    using Sum = RealOf<T>;
     const Chunks<N> chunks(call);
     unsigned table_heads = call.heads / call.group, pieces = (call.group + HEADS - 1) / HEADS, block = blockIdx.x;
     int piece = block % pieces;
@@ -135,7 +135,7 @@ template <class T, int N, bool INTERLEAVED> DEVICE void turn(const TurnCall &cal
 
 // The terms of a sum are rows of the batch times heads of a group. Thread `slice` of `slices` takes every slices-th.
 template <class T, int N, bool INTERLEAVED> DEVICE void gradient(const TurnCall &call) {
-    using Sum = typename SumOf<T>::type;
+    using Sum = RealOf<T>;
     __shared__ Sum parts[2 * N][THREADS];
     const Chunks<N> chunks(call);
     int entries = THREADS / call.slices, slice = threadIdx.x / entries, lane = threadIdx.x % entries;

@@ -1,28 +1,8 @@
-// Elements, and the numbers that the kernels without tensor cores hold them in.
+// What the kernels without tensor cores do with f32 and f64.
 #pragma once
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
+#include "numbers.cuh"
 
 namespace simt {
-
-template <typename Element>
-struct Accumulate {
-    using Real = float;
-};
-template <>
-struct Accumulate<double> {
-    using Real = double;
-};
-
-__device__ __forceinline__ float widen(float x) { return x; }
-__device__ __forceinline__ double widen(double x) { return x; }
-__device__ __forceinline__ float widen(__nv_bfloat16 x) { return __bfloat162float(x); }
-__device__ __forceinline__ float widen(__half x) { return __half2float(x); }
-
-__device__ __forceinline__ void narrow(float *to, float x) { *to = x; }
-__device__ __forceinline__ void narrow(double *to, double x) { *to = x; }
-__device__ __forceinline__ void narrow(__nv_bfloat16 *to, float x) { *to = __float2bfloat16_rn(x); }
-__device__ __forceinline__ void narrow(__half *to, float x) { *to = __float2half_rn(x); }
 
 __device__ __forceinline__ float exponential(float x) { return expf(x); }
 __device__ __forceinline__ double exponential(double x) { return exp(x); }

@@ -2,7 +2,7 @@
 // wide as one or two loads of 16 bytes, or a single element where strides or addresses allow no more. The strides stand
 // in src/gpu/strided.rs as well.
 #pragma once
-#include "ptx.cuh"
+#include "numbers.cuh"
 
 // (batch, heads, tokens, width): strides in elements, 0 where a dimension is broadcast.
 struct Strided {
@@ -10,23 +10,6 @@ struct Strided {
     int64_t batch, head, token, column;
 };
 static_assert(sizeof(Strided) == 40, "");
-
-// What sums are made in.
-template <class T> struct SumOf {
-    using type = float;
-};
-template <> struct SumOf<double> {
-    using type = double;
-};
-
-DEVICE float widen(__nv_bfloat16 x) { return __bfloat162float(x); }
-DEVICE float widen(__half x) { return __half2float(x); }
-DEVICE float widen(float x) { return x; }
-DEVICE double widen(double x) { return x; }
-
-template <class T> DEVICE T rounded(typename SumOf<T>::type x) { return x; }
-template <> DEVICE __nv_bfloat16 rounded<__nv_bfloat16>(float x) { return __float2bfloat16_rn(x); }
-template <> DEVICE __half rounded<__half>(float x) { return __float2half_rn(x); }
 
 // N neighbours.
 template <class T, int N> struct alignas(N * sizeof(T) < 16 ? N * sizeof(T) : 16) Run {
@@ -54,7 +37,7 @@ template <class T, class Sum, int N> DEVICE Run<T, N> rounded_run(const Sum (&fr
         *(uint4 *)&run = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
     } else {
 #pragma unroll
-        for (int i = 0; i < N; i++) run.at[i] = rounded<T>(from[i]);
+        for (int i = 0; i < N; i++) run.at[i] = narrow<T>(from[i]);
     }
     return run;
 }

@@ -83,7 +83,7 @@ struct Piece {
 };
 
 template <class T, int N, bool BACKWARD> DEVICE void pack(const PackCall &call) {
-    using Sum = typename SumOf<T>::type;
+    using Sum = RealOf<T>;
     int width = call.width + 2 * call.pairs, runs = width / N;
     unsigned at = blockIdx.x * THREADS + threadIdx.x;
     int token = at / (unsigned)runs, run = at % (unsigned)runs, head = blockIdx.y % call.heads, b = blockIdx.y / call.heads;
@@ -120,7 +120,7 @@ template <class T> DEVICE Run<T, 4> load_four(const T *from, int count, bool run
     if (runs) return load_run<4>(from);
     Run<T, 4> x;
 #pragma unroll
-    for (int i = 0; i < 4; i++) x.at[i] = i < count ? from[i] : rounded<T>(0);
+    for (int i = 0; i < 4; i++) x.at[i] = i < count ? from[i] : narrow<T>(0);
     return x;
 }
 template <class T, class Sum> DEVICE void store_four(T *to, const Sum (&x)[4], int count, bool runs) {
@@ -353,7 +353,7 @@ DEVICE void store_rows(void *to, const Sum (&rows)[4][4], int n, int first, int 
 }
 
 template <class T> DEVICE void update(const UpdateCall &call) {
-    using Sum = typename SumOf<T>::type;
+    using Sum = RealOf<T>;
     extern __shared__ __align__(16) double memory[];
     Tile<Sum> tile(call, (Sum *)memory, false);
     load_weights(call, tile, false);
@@ -463,7 +463,7 @@ template <class T, class Sum> DEVICE void store_carried(const UpdateCall &call, 
 }
 
 template <class T> DEVICE void update_gradient(const UpdateCall &call) {
-    using Sum = typename SumOf<T>::type;
+    using Sum = RealOf<T>;
     extern __shared__ __align__(16) double memory[];
     Tile<Sum> tile(call, (Sum *)memory, true);
     load_weights(call, tile, true);
@@ -567,7 +567,7 @@ template <class Sum, int N, bool BACKWARD> DEVICE void normalize(const NormCall 
 // ---- gate: SiLU(x), padded with zeros ----
 
 template <class T, bool BACKWARD> DEVICE void gate(const GateCall &call) {
-    using Sum = typename SumOf<T>::type;
+    using Sum = RealOf<T>;
     unsigned i = blockIdx.x * THREADS + threadIdx.x, width = BACKWARD ? call.size : call.padded;
     int row = i / width, column = i % width;
     if (row >= call.rows + (BACKWARD ? 0 : call.extended)) return;
@@ -578,7 +578,7 @@ template <class T, bool BACKWARD> DEVICE void gate(const GateCall &call) {
         result = x * sigmoid;
         if (BACKWARD) {
             Sum grad = ((const Sum *)call.grad)[(int64_t)row * call.padded + column];
-            ((T *)call.out)[i] = rounded<T>(grad * (sigmoid + result * (1 - sigmoid)));
+            ((T *)call.out)[i] = narrow<T>(grad * (sigmoid + result * (1 - sigmoid)));
             return;
         }
     } else if (call.extended && row == call.rows && column == call.size) {
