@@ -5,7 +5,7 @@ use crate::reference::{
     accumulator, linear_bias, unit_roundoff, values, Call, Dims, Fill, Inputs, Rows, STORAGES,
 };
 use crate::report::Report;
-use crate::shapes::{consecutive, families, phase, placing, Course, COURSES, HALVES};
+use crate::shapes::{consecutive, families, phase, placed, placing, Course, COURSES, HALVES};
 use crate::target::{describe, spec, Expected, Gradients, Manner, Target, ALL};
 use crate::{test, Test};
 use candle_core::{DType, Result, Tensor, Var};
@@ -370,19 +370,7 @@ fn placings() -> Vec<Test> {
                             ..Dims::square(4, 2, t, d)
                         };
                         for (_, score, manners) in scores(4, d, dtype) {
-                            for (causal, window) in [
-                                (true, None),
-                                (false, None),
-                                (true, Some(30)),
-                                (false, Some(30)),
-                            ] {
-                                let mut call = Call {
-                                    causal,
-                                    window,
-                                    ..Call::new(dims).with_score(score.clone())
-                                }
-                                .with_positions(positions.clone(), positions.clone());
-                                call.segments = segments.clone().map(|rows| (rows.clone(), rows));
+                            for call in placed(dims, &score, &positions, &segments) {
                                 check(target, &call, &manners, which as u64, report)?;
                             }
                         }

@@ -432,6 +432,25 @@ pub fn placing(t: usize) -> Vec<Placing> {
     ]
 }
 
+/// Calls whose queries and keys stand at the same places: causal and not, with a window and without.
+pub fn placed(dims: Dims, score: &Score, positions: &Rows, segments: &Option<Rows>) -> Vec<Call> {
+    let masks = [
+        (true, None),
+        (false, None),
+        (true, Some(30)),
+        (false, Some(30)),
+    ];
+    let call = |(causal, window)| Call {
+        causal,
+        window,
+        segments: segments.clone().map(|rows| (rows.clone(), rows)),
+        ..Call::new(dims)
+            .with_score(score.clone())
+            .with_positions(positions.clone(), positions.clone())
+    };
+    masks.map(call).into()
+}
+
 fn placings() -> Vec<Test> {
     let mut tests = Vec::new();
     for (which, (name, _, _)) in placing(130).into_iter().enumerate() {
@@ -449,19 +468,7 @@ fn placings() -> Vec<Test> {
                             ..Dims::square(4, 2, t, d)
                         };
                         for (_, score, manner) in families(4, d, dtype) {
-                            for (causal, window) in [
-                                (true, None),
-                                (false, None),
-                                (true, Some(30)),
-                                (false, Some(30)),
-                            ] {
-                                let mut call = Call {
-                                    causal,
-                                    window,
-                                    ..Call::new(dims).with_score(score.clone())
-                                }
-                                .with_positions(positions.clone(), positions.clone());
-                                call.segments = segments.clone().map(|rows| (rows.clone(), rows));
+                            for call in placed(dims, &score, &positions, &segments) {
                                 check(target, &call, manner, which as u64, report)?;
                                 // Only the last queries: decoding.
                                 let last = |rows: &Rows| -> Rows {
