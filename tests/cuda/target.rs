@@ -480,8 +480,11 @@ impl Expected {
         let unit = unit_roundoff(accumulator(self.dtype));
         let stored = unit_roundoff(self.dtype);
         let mut worst = (0., 1., 0);
-        for start in (0..got.len()).step_by(rows * width) {
-            let elements = start..(start + rows * width).min(got.len());
+        let band = (rows * width).min(got.len());
+        for start in (0..got.len()).step_by(band) {
+            // The last band is as high as the others: it may overlap the one before.
+            let end = (start + band).min(got.len());
+            let elements = end - band..end;
             let rms = |value: &dyn Fn(usize) -> f64| {
                 let squares: f64 = elements.clone().map(|i| value(i).powi(2)).sum();
                 (squares / elements.len() as f64).sqrt()

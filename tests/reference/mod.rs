@@ -3,7 +3,8 @@
 //!
 //! # What counts as equal
 //! The reference is evaluated twice: exactly (f64) and *plainly*, every operation rounded to the accumulator's
-//! dtype and weights and results rounded to the tensors' dtype, as an unfused implementation would. A result
+//! dtype, and what an unfused implementation keeps as a tensor rounded to the tensors' dtype: weights, dP, dS and
+//! results; of its matrices the scores alone stay in the accumulator's. A result
 //! passes when its error is at most twice the plain evaluation's largest error (the rule of the flash-attention
 //! authors), plus a floor for luck in small cases: [`FLOOR`] roundings of the element's *mass*, the same sum with
 //! every term made positive and weighted by the condition of the scores it came from, plus one rounding to the
@@ -627,7 +628,8 @@ impl Call {
         result
     }
 
-    /// With P the weights and g the gradient: dP = g V^T, dS = P (dP − Σ P dP), dQ = dS ∂S/∂Q.
+    /// With P the weights and g the gradient: dP = g V^T, dS = P (dP − Σ P dP), dQ = dS ∂S/∂Q. P, dP and dS are matrices,
+    /// stored.
     fn backward_row(
         &self,
         inputs: &Inputs,
@@ -655,7 +657,7 @@ impl Call {
                 sum = r(sum + r(grad * value));
                 mass += (grad * value).abs();
             }
-            towards.push(sum);
+            towards.push(stored(sum));
             masses.push(mass);
         }
         let weights = &row.weights;
