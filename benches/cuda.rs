@@ -15,7 +15,8 @@
 //! - `rotate_fwd`, `rotate_bwd`, `copy_x`: x (B,H,T,D) turned, or only copied; `tape` turns by a state for each token and
 //!   head, whose gradient is made too. Counted are the bytes of all that is read and written. Off the backward pass is
 //!   taken what the same graph takes around a copy in its place.
-//! - `tape_update_fwd`, `tape_update_fwd_bwd`: a layer's update of TAPE's state.
+//! - `tape_update_fwd`, `tape_update_fwd_bwd`: a layer's update of TAPE's state; off the latter is taken what the sum of the
+//!   state's parts takes, from which its gradient comes.
 //! - `train_step`: a training step of 6 layers of width H·D over B windows of T bytes, by the host's clock; and its parts
 //!   `train_forward`, `train_backward`, `train_optimizer`.
 
@@ -42,7 +43,8 @@ fn main() -> ExitCode {
 
 #[cfg(feature = "cuda")]
 mod gpu {
-    use candle_core::cuda_backend::cudarc::driver::{sys::CUevent_flags, CudaSlice, CudaStream};
+    use candle_core::cuda_backend::cudarc::driver::sys::{CUevent_flags, CUmemPool_attribute};
+    use candle_core::cuda_backend::cudarc::driver::{result, CudaSlice, CudaStream};
     use candle_core::cuda_backend::WrapErr;
     use candle_core::{bail, DType, Device, Error, Result, Tensor, Var};
     use candle_posenc::encoding::{
@@ -398,6 +400,9 @@ mod gpu {
     /// Copied before every sample: more than any GPU's L2 cache holds, and long enough for the host to be done with
     /// what is timed before the GPU begins with it.
     const FILLER_BYTES: usize = 1 << 30;
+    /// What a copy takes at least, on the fastest GPUs.
+    const FILLER_MILLISECONDS: f64 = 0.3;
+    const MOST_FILLERS: usize = 16;
     const WARM_UPS: usize = 3;
 
     struct Gpu {
@@ -407,6 +412,19 @@ mod gpu {
         filler: std::cell::RefCell<[CudaSlice<u8>; 2]>,
     }
 
+    /// Lets the memory pool keep what is freed, as training does: mapping it anew at every sample takes longer than some
+    /// kernels.
+    #[allow(unsafe_code)]
+    fn keep_freed(stream: &CudaStream) -> Result<()> {
+        let attribute = CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD;
+        let mut all = u64::MAX;
+        // SAFETY: the device is the context's own, the pool its default one, and the attribute a `u64`.
+        unsafe {
+            let pool = result::device::get_default_mem_pool(stream.context().cu_device()).w()?;
+            result::mem_pool::set_attribute(pool, attribute, (&raw mut all).cast()).w()
+        }
+    }
+
     impl Gpu {
         fn new() -> Result<Self> {
             let device = Device::new_cuda(0)?;
@@ -414,6 +432,7 @@ mod gpu {
                 bail!("no GPU")
             };
             let stream = cuda.cuda_stream();
+            keep_freed(&stream)?;
             let name = stream.context().name().w()?;
             let filler = [(); 2].map(|()| stream.alloc_zeros::<u8>(FILLER_BYTES).w());
             let [from, to] = filler;
@@ -432,12 +451,18 @@ mod gpu {
 
         /// The median of the device's milliseconds.
         fn median(&self, samples: usize, mut run: impl FnMut() -> Result<()>) -> Result<f64> {
+            let mut host = 0.;
             for _ in 0..WARM_UPS {
+                self.stream.synchronize().w()?;
+                let started = Instant::now();
                 run()?;
+                host = started.elapsed().as_secs_f64() * 1e3;
             }
+            // As many as keep the GPU busy while the host asks for what is timed.
+            let fillers = ((2. * host / FILLER_MILLISECONDS) as usize).clamp(1, MOST_FILLERS);
             let mut all = Vec::new();
             for _ in 0..samples.max(1) {
-                self.fill()?;
+                (0..fillers).try_for_each(|_| self.fill())?;
                 let event = || {
                     self.stream
                         .record_event(Some(CUevent_flags::CU_EVENT_DEFAULT))
@@ -680,10 +705,12 @@ mod gpu {
             }
             let (cos, sin) = (variable(cos)?, variable(sin)?);
             let (carried, out) = (variable(carried)?, variable(out)?);
-            self.median(samples, || {
+            let around = self.median(samples, || (&*cos + &*sin)?.backward().map(drop))?;
+            let all = self.median(samples, || {
                 let Rotation { cos, sin } = update(&cos, &sin, &carried, &out)?;
                 (cos + sin)?.backward().map(drop)
-            })
+            })?;
+            Ok((all - around).max(1e-3))
         }
 
         /// Median of the host's milliseconds, the GPU idle before and after.
