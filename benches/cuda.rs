@@ -647,9 +647,14 @@ mod gpu {
             let (around, turned, bytes) = if state {
                 let (cos, sin) = (variable(cos)?, variable(sin)?);
                 let copies = [x.copy()?, cos.copy()?, sin.copy()?];
-                let around = self.median(samples, || {
+                let three = self.median(samples, || {
                     copies.iter().try_for_each(|x| x.backward().map(drop))
                 })?;
+                // Each of the three begins with ones of its own, the turned x alone with some.
+                let ones = self.median(samples, || {
+                    (copies[1..].iter()).try_for_each(|x| x.ones_like().map(drop))
+                })?;
+                let around = three - ones;
                 let rotation = Rotation {
                     cos: cos.as_tensor().clone(),
                     sin: sin.as_tensor().clone(),

@@ -18,6 +18,7 @@ struct NormCall {
     void *out;              // y; backward: dx, or null
     void *partial;          // backward: (blocks, width) of f32 (f64 for f64), or null
     void *weight_grad;      // dw
+    const void *addend;     // backward: added to dx, like x; or null
     int64_t rows;
     double epsilon;
     int width;
@@ -27,7 +28,7 @@ struct NormCall {
     int shared;             // whether dw is summed in shared memory
     int reserved;
 };
-static_assert(sizeof(NormCall) == 88, "");
+static_assert(sizeof(NormCall) == 96, "");
 
 namespace {
 
@@ -145,7 +146,14 @@ template <class T, bool VECTOR, int TEAM> DEVICE void backward(const NormCall &c
                 dx[i] = (dy[i] * factor[i] - n * mean) / rms;
                 in[i] = dy[i] * rounded<T>(n);
             }
-            if (call.out) store_eight<VECTOR>((T *)call.out + row * call.width + column, dx, left);
+            if (call.out) {
+                if (call.addend) {
+                    load_eight<VECTOR>(factor, (const T *)call.addend + row * call.width + column, left);
+#pragma unroll
+                    for (int i = 0; i < EIGHT; i++) dx[i] += factor[i];
+                }
+                store_eight<VECTOR>((T *)call.out + row * call.width + column, dx, left);
+            }
             if (!call.partial) continue;
             if (call.shared) {
 #pragma unroll

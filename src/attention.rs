@@ -84,6 +84,18 @@ impl Attention {
         state: &PosState,
         cache: Option<&mut CacheStep>,
     ) -> Result<Attended> {
+        self.forward_onto(None, x, encoding, state, cache)
+    }
+
+    /// The same, `out` being the sum with the stream (B, T, C) if there is one.
+    pub(crate) fn forward_onto(
+        &self,
+        stream: Option<&Tensor>,
+        x: &Tensor,
+        encoding: &dyn Encoding,
+        state: &PosState,
+        cache: Option<&mut CacheStep>,
+    ) -> Result<Attended> {
         let head_dim = self.dims.head_dim;
         let Qkv { q, k, v } = self.project(x, encoding, state)?; // v: (B,G,T,E)
         let (k, v, key_positions) = match cache {
@@ -106,8 +118,11 @@ impl Attention {
             ),
         };
         let out = match carried {
-            None => self.o_proj.merge_heads(&mixed)?,
-            Some(_) => self.o_proj.forward(&join_heads(&mixed, head_dim)?)?,
+            None => self.o_proj.merge_heads_onto(stream, &mixed)?,
+            Some(_) => {
+                let own = join_heads(&mixed, head_dim)?;
+                self.o_proj.forward_onto(stream, &own)?
+            }
         }; // (B,T,C)
         Ok(Attended { out, carried })
     }

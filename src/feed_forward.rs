@@ -8,9 +8,15 @@
 //! - d[G U] = dzᵀ·x and dx = dz·[G U].
 //!
 //! Of all this z alone is kept; h is made again.
+//!
+//! A block's second half, x + y(norm(x)), is one operation too. The norm's weight is then a row behind those of up, and the
+//! gradient of x the norm's with dy added to it; norm(x) is kept beside z.
 
+use crate::gpu::has_kernels;
 use crate::host::{on_host, Element};
+use crate::norm::{self, RmsNorm};
 use crate::projection::{detached, Projection};
+use crate::sum::{self, sum};
 use crate::swiglu::{self, swiglu};
 use candle_core::backend::BackendStorage;
 use candle_core::{
@@ -43,15 +49,35 @@ impl FeedForward {
 
     /// (…, C) → (…, C)
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        let [gate, up, down] =
-            [&self.gate_proj, &self.up_proj, &self.down_proj].map(Projection::weight);
-        let tracked = [x, gate, up, down].iter().any(|x| x.track_op());
-        if tracked && is_worth_joining(x, gate) && (x.device().is_cpu() || x.device().is_cuda()) {
-            let joined = Tensor::cat(&[gate, up], 0)?;
-            return joined_forward(x, &joined, down);
+        if self.is_joined(x) {
+            let joined = Tensor::cat(&[self.gate_proj.weight(), self.up_proj.weight()], 0)?;
+            return joined_forward(x, &joined, self.down_proj.weight(), None);
         }
         let gated = swiglu(&self.gate_proj.forward(x)?, &self.up_proj.forward(x)?)?;
         self.down_proj.forward(&gated)
+    }
+
+    /// The stream (…, C) with what this makes of its norm added.
+    pub fn forward_onto(&self, stream: &Tensor, norm: &RmsNorm) -> Result<Tensor> {
+        norm.check(stream)?;
+        if self.is_joined(stream) {
+            let weights = [
+                self.gate_proj.weight(),
+                self.up_proj.weight(),
+                &norm.weight().unsqueeze(0)?,
+            ];
+            let joined = Tensor::cat(&weights, 0)?;
+            let down = self.down_proj.weight();
+            return joined_forward(stream, &joined, down, Some(norm.epsilon()));
+        }
+        sum(stream, &self.forward(&norm.forward(stream)?)?)
+    }
+
+    /// Whether it is one operation.
+    fn is_joined(&self, x: &Tensor) -> bool {
+        let weights = [&self.gate_proj, &self.up_proj, &self.down_proj].map(Projection::weight);
+        let tracked = x.track_op() || weights.iter().any(|w| w.track_op());
+        tracked && is_worth_joining(x, weights[0]) && has_kernels(x.device())
     }
 }
 
@@ -62,50 +88,95 @@ fn is_worth_joining(x: &Tensor, gate: &Tensor) -> bool {
     x.elem_count() / width.max(1) >= width
 }
 
-fn joined_forward(x: &Tensor, gate_up: &Tensor, down: &Tensor) -> Result<Tensor> {
-    let (twice, c) = gate_up.dims2()?;
+/// `norm` is what the norm adds to the mean square, where there is one.
+fn joined_forward(
+    x: &Tensor,
+    weights: &Tensor,
+    down: &Tensor,
+    norm: Option<f64>,
+) -> Result<Tensor> {
+    let (all, c) = weights.dims2()?;
     let (to, inner) = down.dims2()?;
-    if x.dims().last() != Some(&c) || twice != 2 * inner || inner == 0 || c == 0 {
+    let rows = 2 * inner + usize::from(norm.is_some());
+    let fits = x.dims().last() == Some(&c) && all == rows && (norm.is_none() || to == c);
+    if !fits || inner == 0 || c == 0 {
         bail!(
             "feed-forward: {:?} cannot be taken by weights {:?} and {:?}",
             x.dims(),
-            (twice, c),
+            (all, c),
             (to, inner)
         )
     }
-    let (x, gate_up, down) = (x.contiguous()?, gate_up.contiguous()?, down.contiguous()?);
-    x.apply_op3(&gate_up, &down, Joined::default())
+    let (x, weights, down) = (x.contiguous()?, weights.contiguous()?, down.contiguous()?);
+    let kept = Arc::default();
+    x.apply_op3(&weights, &down, Joined { norm, kept })
 }
 
-/// One call, over x, the weights of gate and up, and that of down, all contiguous. Each call needs an object of its own:
-/// what it keeps belongs to it.
-#[derive(Default)]
+/// One call, over x, the weights of gate and up, with a norm's behind them, and that of down, all contiguous. Each call
+/// needs an object of its own: what it keeps belongs to it.
 struct Joined {
-    /// z (rows, 2I).
-    kept: Arc<OnceLock<Tensor>>,
+    norm: Option<f64>,
+    kept: Arc<OnceLock<Kept>>,
+}
+
+struct Kept {
+    /// (rows, 2I)
+    z: Tensor,
+    /// norm(x) (rows, C)
+    normed: Option<Tensor>,
+}
+
+/// What a call needs of a device, over contiguous memory.
+struct Steps<S> {
+    norm: fn((&S, &Layout), (&S, &Layout), f64) -> Result<S>,
+    /// Makes h (rows, I) of z (rows, 2I), from I and the number of rows.
+    gated: fn(&S, usize, usize) -> Result<S>,
+    sum: fn((&S, &Layout), (&S, &Layout)) -> Result<S>,
+    keep: fn(S) -> Storage,
 }
 
 impl Joined {
-    /// `gated` makes h (rows, I) of z; `keep` takes z.
     fn forward<S: BackendStorage>(
         &self,
-        [(x, x_layout), (gate_up, gate_up_layout), (down, down_layout)]: [(&S, &Layout); 3],
-        gated: impl Fn(&S, usize, usize) -> Result<S>,
-        keep: impl Fn(S) -> Storage,
+        [(x, x_layout), (weights, weights_layout), (down, down_layout)]: [(&S, &Layout); 3],
+        steps: Steps<S>,
     ) -> Result<(S, Shape)> {
         let (to, inner) = down_layout.shape().dims2()?;
-        let (twice, c) = gate_up_layout.shape().dims2()?;
+        let (_, c) = weights_layout.shape().dims2()?;
         let rows = x_layout.shape().elem_count() / c;
         let flat = Layout::contiguous_with_offset((rows, c), x_layout.start_offset());
-        let sizes = (1, rows, twice, c);
-        let z = x.matmul(gate_up, sizes, &flat, &gate_up_layout.transpose(0, 1)?)?;
-        let h = gated(&z, inner, rows)?;
+        let gate_up = weights_layout.narrow(0, 0, 2 * inner)?;
+        let normed = match self.norm {
+            Some(epsilon) => {
+                let first = weights_layout.start_offset() + 2 * inner * c;
+                let factors = Layout::contiguous_with_offset(c, first);
+                Some((steps.norm)((x, &flat), (weights, &factors), epsilon)?)
+            }
+            None => None,
+        };
+        let own = Layout::contiguous((rows, c));
+        let (from, from_layout) = match &normed {
+            Some(normed) => (normed, &own),
+            None => (x, &flat),
+        };
+        let sizes = (1, rows, 2 * inner, c);
+        let z = from.matmul(weights, sizes, from_layout, &gate_up.transpose(0, 1)?)?;
+        let h = (steps.gated)(&z, inner, rows)?;
         let h_layout = Layout::contiguous((rows, inner));
         let sizes = (1, rows, to, inner);
-        let y = h.matmul(down, sizes, &h_layout, &down_layout.transpose(0, 1)?)?;
-        let untracked = candle_core::op::BackpropOp::none();
-        let z = Tensor::from_storage(keep(z), (rows, twice), untracked, false);
-        if self.kept.set(z).is_err() {
+        let mut y = h.matmul(down, sizes, &h_layout, &down_layout.transpose(0, 1)?)?;
+        if normed.is_some() {
+            y = (steps.sum)((&y, &own), (x, &flat))?;
+        }
+        let tensor = |storage, width: usize| {
+            let untracked = candle_core::op::BackpropOp::none();
+            Tensor::from_storage((steps.keep)(storage), (rows, width), untracked, false)
+        };
+        let kept = Kept {
+            z: tensor(z, 2 * inner),
+            normed: normed.map(|normed| tensor(normed, c)),
+        };
+        if self.kept.set(kept).is_err() {
             bail!("feed-forward: one operation object was applied twice")
         }
         let mut shape = x_layout.dims().to_vec();
@@ -161,17 +232,23 @@ impl CustomOp3 for Joined {
         &self,
         x: &CpuStorage,
         x_layout: &Layout,
-        gate_up: &CpuStorage,
-        gate_up_layout: &Layout,
+        weights: &CpuStorage,
+        weights_layout: &Layout,
         down: &CpuStorage,
         down_layout: &Layout,
     ) -> Result<(CpuStorage, Shape)> {
         let operands = [
             (x, x_layout),
-            (gate_up, gate_up_layout),
+            (weights, weights_layout),
             (down, down_layout),
         ];
-        self.forward(operands, gated_on_host, Storage::Cpu)
+        let steps = Steps {
+            norm: norm::forward_on_host,
+            gated: gated_on_host,
+            sum: sum::on_host,
+            keep: Storage::Cpu,
+        };
+        self.forward(operands, steps)
     }
 
     #[cfg(feature = "cuda")]
@@ -179,32 +256,40 @@ impl CustomOp3 for Joined {
         &self,
         x: &CudaStorage,
         x_layout: &Layout,
-        gate_up: &CudaStorage,
-        gate_up_layout: &Layout,
+        weights: &CudaStorage,
+        weights_layout: &Layout,
         down: &CudaStorage,
         down_layout: &Layout,
     ) -> Result<(CudaStorage, Shape)> {
         let operands = [
             (x, x_layout),
-            (gate_up, gate_up_layout),
+            (weights, weights_layout),
             (down, down_layout),
         ];
-        self.forward(operands, swiglu::cuda::forward_joined, Storage::Cuda)
+        let steps = Steps {
+            norm: norm::cuda::forward,
+            gated: swiglu::cuda::forward_joined,
+            sum: sum::cuda::forward,
+            keep: Storage::Cuda,
+        };
+        self.forward(operands, steps)
     }
 
     fn bwd(
         &self,
         x: &Tensor,
-        gate_up: &Tensor,
+        weights: &Tensor,
         down: &Tensor,
         _out: &Tensor,
         grad: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
-        let Some(z) = self.kept.get() else {
+        let Some(Kept { z, normed }) = self.kept.get() else {
             bail!("feed-forward: backward before forward")
         };
-        let (to, _) = down.dims2()?;
-        let (_, c) = gate_up.dims2()?;
+        let (to, inner) = down.dims2()?;
+        let (_, c) = weights.dims2()?;
+        let (flat, all) = (x.detach().reshape(((), c))?, weights.detach());
+        let gate_up = all.narrow(0, 0, 2 * inner)?;
         let dy = detached(grad)?.reshape(((), to))?; // (rows,C)
         let dh = dy.matmul(&down.detach())?; // (rows,I)
         let [dz, h] = gate_gradient(z, &dh)?;
@@ -212,10 +297,27 @@ impl CustomOp3 for Joined {
         let ddown = || dy.t()?.matmul(&h); // (C,I)
         let ddown = down.track_op().then(ddown).transpose()?;
         drop(h);
-        let dgate_up = || dz.t()?.matmul(&x.detach().reshape(((), c))?); // (2I,C)
-        let dgate_up = gate_up.track_op().then(dgate_up).transpose()?;
-        let dx = || dz.matmul(&gate_up.detach())?.reshape(x.shape());
-        Ok((x.track_op().then(dx).transpose()?, dgate_up, ddown))
+        let dgate_up = || dz.t()?.matmul(normed.as_ref().unwrap_or(&flat)); // (2I,C)
+        let dgate_up = weights.track_op().then(dgate_up).transpose()?;
+        let (dx, dweights) = match self.norm {
+            Some(epsilon) => {
+                let asked = [x.track_op(), weights.track_op()];
+                let factors = all.get(2 * inner)?;
+                let tensors = [&flat, &factors, &dz.matmul(&gate_up)?];
+                let [dx, dfactors] = norm::gradients(tensors, Some(&dy), asked, epsilon)?;
+                let dweights = match (dgate_up, dfactors) {
+                    (Some(one), Some(other)) => Some(Tensor::cat(&[one, other.unsqueeze(0)?], 0)?),
+                    _ => None,
+                };
+                (dx, dweights)
+            }
+            None => {
+                let dx = || dz.matmul(&gate_up);
+                (x.track_op().then(dx).transpose()?, dgate_up)
+            }
+        };
+        let dx = dx.map(|dx| dx.reshape(x.shape())).transpose()?;
+        Ok((dx, dweights, ddown))
     }
 }
 
@@ -248,7 +350,7 @@ mod tests {
     /// Result and gradients for an upstream gradient that differs from place to place.
     fn with_gradients(
         operands: [&Tensor; 4],
-        part: impl Fn([&Tensor; 4]) -> Result<Tensor>,
+        mut part: impl FnMut([&Tensor; 4]) -> Result<Tensor>,
     ) -> Result<Vec<Tensor>> {
         let vars: Vec<Var> = operands
             .into_iter()
@@ -306,6 +408,135 @@ mod tests {
                 );
             }
         }
+        Ok(())
+    }
+
+    const EPSILON: f64 = 1e-3;
+
+    /// Result and gradients of x + y(norm(x)), of x, the norm's weight, gate, up and down.
+    fn onto_with_gradients(
+        [x, factors, gate, up, down]: &[Tensor; 5],
+        part: impl Fn([&Tensor; 5]) -> Result<Tensor>,
+    ) -> Result<Vec<Tensor>> {
+        let factors = Var::from_tensor(factors)?;
+        let mut result = None;
+        let mut found = with_gradients([x, gate, up, down], |[x, gate, up, down]| {
+            let y = part([x, &factors, gate, up, down])?;
+            result = Some(y.clone());
+            Ok(y)
+        })?;
+        let Some(y) = result else { bail!("no result") };
+        let places: Vec<f64> = (0..y.elem_count()).map(crate::drawn::upstream).collect();
+        let places = Tensor::from_vec(places, y.shape(), &CPU)?.to_dtype(y.dtype())?;
+        match (y * places)?.sum_all()?.backward()?.get(&factors) {
+            Some(gradient) => found.push(gradient.detach()),
+            None => bail!("no gradient"),
+        }
+        Ok(found)
+    }
+
+    fn onto_by_tensors([x, factors, gate, up, down]: [&Tensor; 5]) -> Result<Tensor> {
+        let c = x.dims()[x.rank() - 1] as f64;
+        let wide = match x.dtype() {
+            DType::F64 => x.clone(),
+            _ => x.to_dtype(DType::F32)?,
+        };
+        let rank = x.rank() - 1;
+        let rms = ((wide.sqr()?.sum_keepdim(rank)? / c)? + EPSILON)?.sqrt()?;
+        let normed = wide.broadcast_div(&rms)?.to_dtype(x.dtype())?;
+        x + by_tensors([&normed.broadcast_mul(factors)?, gate, up, down])?
+    }
+
+    fn onto([x, factors, gate, up, down]: [&Tensor; 5]) -> Result<Tensor> {
+        let norm = RmsNorm::new(factors.clone(), EPSILON);
+        part_of([gate, up, down]).forward_onto(x, &norm)
+    }
+
+    #[test]
+    fn part_added_to_the_stream_and_its_gradients_equal_those_by_tensors() -> Result<()> {
+        for (shape, inner) in [
+            (vec![1, 1, 1], 1),
+            (vec![1, 1, 8], 5),
+            (vec![2, 4, 7], 9),
+            (vec![2, 3, 5], 7),
+            (vec![9, 4], 6),
+            (vec![2, 90, 8], 301),
+            (vec![3, 2000, 6], 4),
+        ] {
+            let [x, gate, up, down] = operands(&shape, inner)?;
+            let operands = [x, random(shape[shape.len() - 1])?, gate, up, down];
+            let found = onto_with_gradients(&operands, onto)?;
+            let expected = onto_with_gradients(&operands, onto_by_tensors)?;
+            for (i, (found, expected)) in found.iter().zip(&expected).enumerate() {
+                let scale = expected.abs()?.flatten_all()?.max(0)?.to_scalar::<f64>()?;
+                let off = difference(found, expected)?;
+                assert!(
+                    off < 1e-12 * (1. + scale),
+                    "{shape:?} {i}: {off:e} of {scale:e}"
+                );
+            }
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn part_added_in_lower_precision_errs_at_most_twice_as_much_as_by_tensors() -> Result<()> {
+        for dtype in [DType::F32, DType::BF16, DType::F16] {
+            let [x, gate, up, down] = operands(&[3, 20, 24], 40)?;
+            let mut cast = [x, random(24)?, gate, up, down];
+            for x in &mut cast {
+                *x = x.to_dtype(dtype)?;
+            }
+            let mut wide = cast.clone();
+            for x in &mut wide {
+                *x = x.to_dtype(DType::F64)?;
+            }
+            let exact = onto_with_gradients(&wide, onto_by_tensors)?;
+            let plain = onto_with_gradients(&cast, onto_by_tensors)?;
+            let found = onto_with_gradients(&cast, onto)?;
+            for (i, exact) in exact.iter().enumerate() {
+                let error = difference(&found[i], exact)?;
+                let allowed = 2. * difference(&plain[i], exact)?;
+                assert!(error <= allowed, "{dtype:?} {i}: {error:e} of {allowed:e}");
+            }
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn part_of_frozen_weights_passes_the_streams_gradient_on() -> Result<()> {
+        let [x, gate, up, down] = operands(&[2, 9, 8], 5)?;
+        let factors = random(8)?;
+        let gradient = |part: fn([&Tensor; 5]) -> Result<Tensor>| -> Result<Tensor> {
+            let x = Var::from_tensor(&x)?;
+            let y = part([&x, &factors, &gate, &up, &down])?;
+            match y.sqr()?.sum_all()?.backward()?.get(&x) {
+                Some(gradient) => Ok(gradient.clone()),
+                None => bail!("no gradient"),
+            }
+        };
+        let off = difference(&gradient(onto)?, &gradient(onto_by_tensors)?)?;
+        assert!(off < 1e-11, "{off:e}");
+        // And without any gradient.
+        let plain = onto([&x, &factors, &gate, &up, &down])?;
+        assert!(!plain.track_op());
+        let expected = onto_by_tensors([&x, &factors, &gate, &up, &down])?;
+        assert!(difference(&plain, &expected)? < 1e-12);
+        Ok(())
+    }
+
+    #[test]
+    fn part_of_what_does_not_fit_the_stream_is_refused() -> Result<()> {
+        let [x, gate, up, down] = operands(&[2, 9, 8], 5)?;
+        let refused = |x: &Tensor, factors: &Tensor, down: &Tensor| {
+            let x = Var::from_tensor(x)?;
+            Ok::<_, candle_core::Error>(onto([&x, factors, &gate, &up, down]).is_err())
+        };
+        assert!(!refused(&x, &random(8)?, &down)?);
+        assert!(refused(&x, &random(7)?, &down)?);
+        assert!(refused(&x, &random(8)?.to_dtype(DType::F32)?, &down)?);
+        assert!(refused(&x, &random(8)?, &random((7, 5))?)?);
+        assert!(refused(&random((2, 9, 7))?, &random(7)?, &down)?);
         Ok(())
     }
 

@@ -71,6 +71,7 @@ pub mod positions;
 mod projection;
 mod recent;
 pub mod rotate;
+mod sum;
 pub mod swiglu;
 mod tensor_file;
 pub mod train;

@@ -5,7 +5,7 @@
 //! [hooks](Encoding).
 
 use crate::attend::{Backend, Plan, Precision};
-use crate::attention::Attention;
+use crate::attention::{Attended, Attention};
 use crate::cache::{CacheStep, KvCache};
 use crate::embedding::{embed, TokenIds};
 use crate::encoding::{Ctx, Encoding, EncodingConfig, ModelDims, PosState, RopeConfig};
@@ -13,6 +13,7 @@ use crate::feed_forward::FeedForward;
 use crate::norm::RmsNorm;
 use crate::positions::Positions;
 use crate::projection::Projection;
+use crate::sum::sum;
 use candle_core::{bail, DType, Result, Tensor};
 use candle_nn::{Init, VarBuilder};
 use serde::{Deserialize, Serialize};
@@ -202,11 +203,14 @@ impl Block {
         cache: Option<&mut CacheStep>,
     ) -> Result<(Tensor, PosState)> {
         let normed = self.attention_norm.forward(x)?;
-        let attended = self.attention.forward(&normed, encoding, &state, cache)?;
-        let x = (x + attended.out)?;
+        let Attended { out: x, carried } =
+            (self.attention).forward_onto(Some(x), &normed, encoding, &state, cache)?;
+        if !encoding.updates(self.layer) {
+            return Ok((self.mlp.forward_onto(&x, &self.mlp_norm)?, state));
+        }
         let mlp_out = self.mlp.forward(&self.mlp_norm.forward(&x)?)?;
-        let state = encoding.update(self.layer, state, attended.carried.as_ref(), &mlp_out)?;
-        Ok(((x + mlp_out)?, state))
+        let state = encoding.update(self.layer, state, carried.as_ref(), &mlp_out)?;
+        Ok((sum(&x, &mlp_out)?, state))
     }
 }
 

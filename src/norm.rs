@@ -10,8 +10,9 @@
 
 mod call;
 #[cfg(feature = "cuda")]
-mod cuda;
+pub(crate) mod cuda;
 
+use crate::gpu::has_kernels;
 use crate::host::{contiguous, on_host, Element};
 use candle_core::backend::BackendStorage;
 use candle_core::{
@@ -49,8 +50,7 @@ use candle_core::CudaStorage;
 /// ```
 pub fn rms_norm(x: &Tensor, weight: &Tensor, epsilon: f64) -> Result<Tensor> {
     check(x, weight)?;
-    let device = x.device();
-    if !(device.is_cpu() || device.is_cuda()) || x.elem_count() == 0 {
+    if !has_kernels(x.device()) || x.elem_count() == 0 {
         return by_tensors(x, weight, epsilon);
     }
     let (x, weight) = (x.contiguous()?, weight.contiguous()?);
@@ -71,6 +71,22 @@ pub(crate) struct RmsNorm {
 impl RmsNorm {
     pub fn new(weight: Tensor, epsilon: f64) -> Self {
         Self { weight, epsilon }
+    }
+
+    /// (C)
+    pub fn weight(&self) -> &Tensor {
+        &self.weight
+    }
+
+    /// What is added to the mean square.
+    pub fn epsilon(&self) -> f64 {
+        self.epsilon
+    }
+
+    /// # Errors
+    /// When it cannot take x (…, C).
+    pub fn check(&self, x: &Tensor) -> Result<()> {
+        check(x, &self.weight)
     }
 
     /// (…, C) → (…, C)
@@ -122,25 +138,63 @@ struct Normalize {
     epsilon: f64,
 }
 
-impl Normalize {
-    fn forward<T: Element>(&self, [x, weight]: [(&CpuStorage, &Layout); 2]) -> Result<CpuStorage> {
-        let (x, weight) = (contiguous::<T>(x.0, x.1)?, contiguous(weight.0, weight.1)?);
-        Ok(T::to_cpu_storage_owned(forward(x, weight, self.epsilon)))
-    }
+/// A tensor in the host's memory.
+type Operand<'a> = (&'a CpuStorage, &'a Layout);
 
-    fn backward<T: Element>(&self, [x, weight, grad]: [&Tensor; 3]) -> Result<[Option<Tensor>; 2]> {
+/// The norm of contiguous rows on the CPU.
+pub(crate) fn forward_on_host(x: Operand, weight: Operand, epsilon: f64) -> Result<CpuStorage> {
+    fn of<T: Element>(x: Operand, weight: Operand, epsilon: f64) -> Result<CpuStorage> {
+        let (x, weight) = (contiguous::<T>(x.0, x.1)?, contiguous(weight.0, weight.1)?);
+        Ok(T::to_cpu_storage_owned(forward(x, weight, epsilon)))
+    }
+    match x.0.dtype() {
+        DType::F32 => of::<f32>(x, weight, epsilon),
+        DType::F64 => of::<f64>(x, weight, epsilon),
+        DType::BF16 => of::<bf16>(x, weight, epsilon),
+        DType::F16 => of::<f16>(x, weight, epsilon),
+        other => bail!("rms_norm: dtype {other:?} is not supported (f32, f64, bf16, f16 are)"),
+    }
+}
+
+/// Gradients of x and weight where they are asked for, from x, the weight and the result's gradient, all contiguous.
+/// `addend`, like x, is added to that of x before it is rounded: what else flows back to x.
+pub(crate) fn gradients(
+    tensors: [&Tensor; 3],
+    addend: Option<&Tensor>,
+    asked: [bool; 2],
+    epsilon: f64,
+) -> Result<[Option<Tensor>; 2]> {
+    fn of<T: Element>(
+        [x, weight, grad]: [&Tensor; 3],
+        addend: Option<&Tensor>,
+        asked: [bool; 2],
+        epsilon: f64,
+    ) -> Result<[Option<Tensor>; 2]> {
         let (x_host, weight_host, grad_host) = (on_host(x), on_host(weight), on_host(grad));
+        let addend = addend.map(on_host);
         let (dx, dw) = backward::<T>(
             x_host.slice()?,
             weight_host.slice()?,
             grad_host.slice()?,
-            self.epsilon,
+            addend.as_ref().map(|x| x.slice()).transpose()?,
+            epsilon,
         );
-        let tensor = |values: Vec<T>, like: &Tensor| {
+        let tensor = |values: Vec<T>, like: &Tensor, asked: bool| {
             let made = || Tensor::from_vec(values, like.shape(), like.device());
-            like.track_op().then(made).transpose()
+            asked.then(made).transpose()
         };
-        Ok([tensor(dx, x)?, tensor(dw, weight)?])
+        Ok([tensor(dx, x, asked[0])?, tensor(dw, weight, asked[1])?])
+    }
+    #[cfg(feature = "cuda")]
+    if tensors[0].device().is_cuda() {
+        return cuda::backward(tensors, addend, asked, epsilon);
+    }
+    match tensors[0].dtype() {
+        DType::F32 => of::<f32>(tensors, addend, asked, epsilon),
+        DType::F64 => of::<f64>(tensors, addend, asked, epsilon),
+        DType::BF16 => of::<bf16>(tensors, addend, asked, epsilon),
+        DType::F16 => of::<f16>(tensors, addend, asked, epsilon),
+        other => bail!("rms_norm: no gradient for dtype {other:?}"),
     }
 }
 
@@ -156,14 +210,7 @@ impl CustomOp2 for Normalize {
         weight: &CpuStorage,
         weight_layout: &Layout,
     ) -> Result<(CpuStorage, Shape)> {
-        let operands = [(x, x_layout), (weight, weight_layout)];
-        let out = match x.dtype() {
-            DType::F32 => self.forward::<f32>(operands)?,
-            DType::F64 => self.forward::<f64>(operands)?,
-            DType::BF16 => self.forward::<bf16>(operands)?,
-            DType::F16 => self.forward::<f16>(operands)?,
-            other => bail!("rms_norm: dtype {other:?} is not supported (f32, f64, bf16, f16 are)"),
-        };
+        let out = forward_on_host((x, x_layout), (weight, weight_layout), self.epsilon)?;
         Ok((out, x_layout.shape().clone()))
     }
 
@@ -187,19 +234,8 @@ impl CustomOp2 for Normalize {
         grad: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>)> {
         let grad = grad.contiguous()?;
-        let tensors = [x, weight, &grad];
-        #[cfg(feature = "cuda")]
-        if x.device().is_cuda() {
-            let [dx, dw] = cuda::backward(tensors, self.epsilon)?;
-            return Ok((dx, dw));
-        }
-        let [dx, dw] = match x.dtype() {
-            DType::F32 => self.backward::<f32>(tensors)?,
-            DType::F64 => self.backward::<f64>(tensors)?,
-            DType::BF16 => self.backward::<bf16>(tensors)?,
-            DType::F16 => self.backward::<f16>(tensors)?,
-            other => bail!("rms_norm: no gradient for dtype {other:?}"),
-        };
+        let asked = [x.track_op(), weight.track_op()];
+        let [dx, dw] = gradients([x, weight, &grad], None, asked, self.epsilon)?;
         Ok((dx, dw))
     }
 }
@@ -237,11 +273,17 @@ fn forward<T: Element>(x: &[T], weight: &[T], epsilon: f64) -> Vec<T> {
 
 /// Rows of dx, and their sums for dw.
 type Results<'a, T> = (&'a mut [T], &'a mut [<T as Element>::Acc]);
-/// Rows of x and of the result's gradient.
-type Operands<'a, T> = (&'a [T], &'a [T]);
+/// The task's number, and its rows of x and of the result's gradient.
+type Operands<'a, T> = (usize, (&'a [T], &'a [T]));
 
-/// dx and dw.
-fn backward<T: Element>(x: &[T], weight: &[T], grad: &[T], epsilon: f64) -> (Vec<T>, Vec<T>) {
+/// dx, with `addend` where there is one, and dw.
+fn backward<T: Element>(
+    x: &[T],
+    weight: &[T],
+    grad: &[T],
+    addend: Option<&[T]>,
+    epsilon: f64,
+) -> (Vec<T>, Vec<T>) {
     let width = weight.len();
     let zero = T::Acc::from_f64(0.);
     let mut dx = vec![T::zero(); x.len()];
@@ -249,30 +291,33 @@ fn backward<T: Element>(x: &[T], weight: &[T], grad: &[T], epsilon: f64) -> (Vec
     // A row of sums for each task.
     let mut partial = vec![zero; x.len().div_ceil(stretch) * width];
     let columns = T::Acc::from_f64(width as f64);
-    let task = |((dx, sums), (x, grad)): (Results<T>, Operands<T>)| {
+    let task = |((dx, sums), (task, (x, grad))): (Results<T>, Operands<T>)| {
         let rows = x.chunks_exact(width).zip(grad.chunks_exact(width));
-        for (dx, (x, grad)) in dx.chunks_exact_mut(width).zip(rows) {
+        for (row, (dx, (x, grad))) in dx.chunks_exact_mut(width).zip(rows).enumerate() {
             let rms = root_mean_square(x, epsilon);
             let products = sum(x.len(), |i| {
                 grad[i].to_acc() * weight[i].to_acc() * x[i].to_acc()
             });
             let mean = products / rms / columns; // of g·n
+            let first = task * stretch + row * width;
+            let addend = addend.map(|all| &all[first..first + width]);
             for (i, dx) in dx.iter_mut().enumerate() {
                 let (n, dy) = (x[i].to_acc() / rms, grad[i].to_acc());
-                *dx = T::from_acc((dy * weight[i].to_acc() - n * mean) / rms);
+                let own = (dy * weight[i].to_acc() - n * mean) / rms;
+                *dx = T::from_acc(addend.map_or(own, |addend| own + addend[i].to_acc()));
                 sums[i] += dy * T::from_acc(n).to_acc();
             }
         }
     };
     if x.len() <= 2 * TASK {
         let results = dx.chunks_mut(stretch).zip(partial.chunks_exact_mut(width));
-        let inputs = x.chunks(stretch).zip(grad.chunks(stretch));
+        let inputs = x.chunks(stretch).zip(grad.chunks(stretch)).enumerate();
         results.zip(inputs).for_each(task);
     } else {
         let results = dx
             .par_chunks_mut(stretch)
             .zip(partial.par_chunks_exact_mut(width));
-        let inputs = x.par_chunks(stretch).zip(grad.par_chunks(stretch));
+        let inputs = (x.par_chunks(stretch).zip(grad.par_chunks(stretch))).enumerate();
         results.zip(inputs).for_each(task);
     }
     let mut dw = vec![zero; width];

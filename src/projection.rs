@@ -1,11 +1,15 @@
-//! Projections without bias, y = x·Wᵀ, as one operation each, heads taken apart and put together on the way.
+//! Projections without bias, y = x·Wᵀ, as one operation each, heads taken apart and put together on the way, and the
+//! result added to the stream where it is meant for it.
 //!
 //! With dy the gradient of the result, dx = dy·W and dW = dyᵀ·x. In candle's own operations a projection is a product
 //! between views, and each of them, backward, adds its gradient to a tensor of zeros.
 
+use crate::gpu::has_kernels;
+use crate::sum;
 use candle_core::backend::{BackendDevice, BackendStorage};
 use candle_core::{
-    bail, CpuStorage, CudaStorage, CustomOp2, Layout, MetalStorage, Result, Shape, Tensor, D,
+    bail, CpuStorage, CudaStorage, CustomOp2, CustomOp3, Layout, MetalStorage, Result, Shape,
+    Tensor, D,
 };
 use candle_nn::{Init, VarBuilder};
 
@@ -44,26 +48,31 @@ impl Projection {
 
     /// (…, C) → (…, N)
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        self.apply(x, Order::Tokens, Order::Tokens)
+        self.apply(x, Order::Tokens, Order::Tokens, None)
+    }
+
+    /// The same, added to the stream (…, N) if there is one.
+    pub fn forward_onto(&self, stream: Option<&Tensor>, x: &Tensor) -> Result<Tensor> {
+        self.apply(x, Order::Tokens, Order::Tokens, stream)
     }
 
     /// (B, T, C) → (B, H, T, D), N being H·D.
     pub fn split_into_heads(&self, x: &Tensor, heads: usize) -> Result<Tensor> {
         if self.is_copied(x) {
-            return self.apply(x, Order::Tokens, Order::Heads(heads));
+            return self.apply(x, Order::Tokens, Order::Heads(heads), None);
         }
         let y = self.forward(x)?;
         let (b, t, n) = y.dims3()?;
         y.reshape((b, t, heads, n / heads.max(1)))?.transpose(1, 2)
     }
 
-    /// (B, H, T, D) → (B, T, N), C being H·D.
-    pub fn merge_heads(&self, x: &Tensor) -> Result<Tensor> {
+    /// (B, H, T, D) → (B, T, N), C being H·D, added to the stream (B, T, N) if there is one.
+    pub fn merge_heads_onto(&self, stream: Option<&Tensor>, x: &Tensor) -> Result<Tensor> {
         let (b, h, t, d) = x.dims4()?;
         if self.is_copied(x) {
-            return self.apply(x, Order::Heads(h), Order::Tokens);
+            return self.apply(x, Order::Heads(h), Order::Tokens, stream);
         }
-        self.forward(&x.transpose(1, 2)?.reshape((b, t, h * d))?)
+        self.forward_onto(stream, &x.transpose(1, 2)?.reshape((b, t, h * d))?)
     }
 
     /// Whether heads are copied on the way, so that gradients pass no views: on a GPU copies are cheap, and candle's sums
@@ -72,7 +81,7 @@ impl Projection {
         x.device().is_cuda() && (x.track_op() || self.weight.track_op())
     }
 
-    fn apply(&self, x: &Tensor, from: Order, to: Order) -> Result<Tensor> {
+    fn apply(&self, x: &Tensor, from: Order, to: Order, stream: Option<&Tensor>) -> Result<Tensor> {
         let c = match from {
             Order::Tokens => x.dims().last().copied(),
             Order::Heads(h) => x.dims().last().map(|d| d * h),
@@ -99,10 +108,19 @@ impl Projection {
             Order::Heads(_) => x.clone(),
         };
         let op = Project { from, to };
-        match x.track_op() || weight.track_op() {
-            true => x.apply_op2(&weight, op),
-            false => x.apply_op2_no_bwd(&weight, &op),
+        let tracked = x.track_op() || weight.track_op();
+        let Some(stream) = stream else {
+            return match tracked {
+                true => x.apply_op2(&weight, op),
+                false => x.apply_op2_no_bwd(&weight, &op),
+            };
+        };
+        // Without gradients nothing is gained; and what does not fit is candle's to refuse.
+        let fits = || Ok::<_, candle_core::Error>(op.shape(x.shape(), n)?.dims() == stream.dims());
+        if !tracked || !has_kernels(x.device()) || stream.elem_count() == 0 || !fits()? {
+            return sum::sum(stream, &self.apply(&x, from, to, None)?);
         }
+        x.apply_op3(&weight, &stream.contiguous()?, Onto(op))
     }
 }
 
@@ -111,6 +129,9 @@ struct Project {
     from: Order,
     to: Order,
 }
+
+/// The same over (x, weight, stream): their sum, the stream contiguous and like the result.
+struct Onto(Project);
 
 impl Project {
     /// `reorder` gives the elements of a view in its order.
@@ -134,21 +155,52 @@ impl Project {
                 tokens.matmul(weight, sizes, &Layout::contiguous((rows, c)), &transposed)?
             }
         };
-        let mut shape = x_layout.dims().to_vec();
-        if let (Order::Heads(_), &[b, _, t, _]) = (self.from, &shape[..]) {
-            shape = vec![b, t, c];
+        let shape = self.shape(x_layout.shape(), n)?;
+        match (self.to, shape.dims()) {
+            (Order::Heads(_), &[b, h, t, d]) => {
+                let heads = Layout::contiguous((b, t, h, d)).transpose(1, 2)?;
+                Ok((reorder(&product, &heads)?, shape))
+            }
+            _ => Ok((product, shape)),
+        }
+    }
+
+    /// Of the result, to `n` numbers a token.
+    fn shape(&self, x: &Shape, n: usize) -> Result<Shape> {
+        let mut shape = x.dims().to_vec();
+        if let (Order::Heads(_), &[b, h, t, d]) = (self.from, &shape[..]) {
+            shape = vec![b, t, h * d];
         }
         if let Some(last) = shape.last_mut() {
             *last = n;
         }
-        match (self.to, &shape[..]) {
-            (Order::Heads(h), &[b, t, _]) => {
-                let heads = Layout::contiguous((b, t, h, n / h)).transpose(1, 2)?;
-                let out = reorder(&product, &heads)?;
-                Ok((out, Shape::from((b, h, t, n / h))))
+        Ok(match (self.to, &shape[..]) {
+            (Order::Heads(h), &[b, t, _]) => Shape::from((b, h, t, n / h)),
+            _ => Shape::from(shape),
+        })
+    }
+
+    fn gradients(
+        &self,
+        x: &Tensor,
+        weight: &Tensor,
+        grad: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>)> {
+        let grad = rows(grad, self.to)?; // (rows,N)
+        let dx = || -> Result<Tensor> {
+            let dx = grad.matmul(&weight.detach())?; // (rows,C)
+            match (self.from, x.dims()) {
+                (Order::Heads(h), &[b, _, t, d]) => {
+                    detached(&dx.reshape((b, t, h, d))?.transpose(1, 2)?)
+                }
+                _ => dx.reshape(x.shape()),
             }
-            _ => Ok((product, Shape::from(shape))),
-        }
+        };
+        let dw = || grad.t()?.matmul(&rows(x, self.from)?);
+        Ok((
+            x.track_op().then(dx).transpose()?,
+            weight.track_op().then(dw).transpose()?,
+        ))
     }
 }
 
@@ -241,21 +293,56 @@ impl CustomOp2 for Project {
         _out: &Tensor,
         grad: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>)> {
-        let grad = rows(grad, self.to)?; // (rows,N)
-        let dx = || -> Result<Tensor> {
-            let dx = grad.matmul(&weight.detach())?; // (rows,C)
-            match (self.from, x.dims()) {
-                (Order::Heads(h), &[b, _, t, d]) => {
-                    detached(&dx.reshape((b, t, h, d))?.transpose(1, 2)?)
-                }
-                _ => dx.reshape(x.shape()),
-            }
-        };
-        let dw = || grad.t()?.matmul(&rows(x, self.from)?);
-        Ok((
-            x.track_op().then(dx).transpose()?,
-            weight.track_op().then(dw).transpose()?,
-        ))
+        self.gradients(x, weight, grad)
+    }
+}
+
+impl CustomOp3 for Onto {
+    fn name(&self) -> &'static str {
+        "project-onto"
+    }
+
+    fn cpu_fwd(
+        &self,
+        x: &CpuStorage,
+        x_layout: &Layout,
+        weight: &CpuStorage,
+        weight_layout: &Layout,
+        stream: &CpuStorage,
+        stream_layout: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
+        let operands = ((x, x_layout), (weight, weight_layout));
+        let (product, shape) = self.0.forward(operands.0, operands.1, in_order)?;
+        let product = (&product, &Layout::contiguous(shape.clone()));
+        Ok((sum::on_host(product, (stream, stream_layout))?, shape))
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(
+        &self,
+        x: &CudaStorage,
+        x_layout: &Layout,
+        weight: &CudaStorage,
+        weight_layout: &Layout,
+        stream: &CudaStorage,
+        stream_layout: &Layout,
+    ) -> Result<(CudaStorage, Shape)> {
+        let operands = ((x, x_layout), (weight, weight_layout));
+        let (product, shape) = self.0.forward(operands.0, operands.1, in_order_on_gpu)?;
+        let product = (&product, &Layout::contiguous(shape.clone()));
+        Ok((sum::cuda::forward(product, (stream, stream_layout))?, shape))
+    }
+
+    fn bwd(
+        &self,
+        x: &Tensor,
+        weight: &Tensor,
+        stream: &Tensor,
+        _out: &Tensor,
+        grad: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
+        let (dx, dw) = self.0.gradients(x, weight, grad)?;
+        Ok((dx, dw, stream.track_op().then(|| grad.clone())))
     }
 }
 
@@ -263,6 +350,7 @@ impl CustomOp2 for Project {
 mod tests {
     use super::*;
     use crate::drawn::{difference, with_gradients};
+    use candle_core::Var;
 
     fn random(shape: impl Into<Shape>) -> Result<Tensor> {
         crate::drawn::normal(1., shape)
@@ -311,7 +399,8 @@ mod tests {
                 let y = x.broadcast_matmul(&w.t()?)?;
                 y.reshape((b, t, h, d))?.transpose(1, 2)
             };
-            let copied = |p: &Projection, x: &Tensor| p.apply(x, Order::Tokens, Order::Heads(h));
+            let copied =
+                |p: &Projection, x: &Tensor| p.apply(x, Order::Tokens, Order::Heads(h), None);
             check(&x, &weight, |p, x| p.split_into_heads(x, h), plain)?;
             check(&x, &weight, copied, plain)?;
 
@@ -320,13 +409,16 @@ mod tests {
                 let tokens = x.transpose(1, 2)?.reshape((b, t, h * d))?;
                 tokens.broadcast_matmul(&w.t()?)
             };
-            let copied = |p: &Projection, x: &Tensor| p.apply(x, Order::Heads(h), Order::Tokens);
-            check(&x, &weight, |p, x| p.merge_heads(x), plain)?;
+            let copied =
+                |p: &Projection, x: &Tensor| p.apply(x, Order::Heads(h), Order::Tokens, None);
+            check(&x, &weight, |p, x| p.merge_heads_onto(None, x), plain)?;
             check(&x, &weight, copied, plain)?;
             // Heads that are a part of wider ones.
             let part = |x: &Tensor| x.narrow(3, d - 1, 1);
             let (narrow, plain_narrow) = (
-                |p: &Projection, x: &Tensor| p.apply(&part(x)?, Order::Heads(h), Order::Tokens),
+                |p: &Projection, x: &Tensor| {
+                    p.apply(&part(x)?, Order::Heads(h), Order::Tokens, None)
+                },
                 |x: &Tensor, w: &Tensor| {
                     let tokens = part(x)?.transpose(1, 2)?.reshape((b, t, h))?;
                     tokens.broadcast_matmul(&w.t()?)
@@ -338,11 +430,69 @@ mod tests {
     }
 
     #[test]
+    fn projection_onto_the_stream_and_its_gradients_equal_those_of_a_sum() -> Result<()> {
+        // Both the operands' gradients, then the stream's.
+        fn all(
+            [x, weight, stream]: [&Tensor; 3],
+            part: impl Fn(&Tensor, &Projection, &Tensor) -> Result<Tensor>,
+        ) -> Result<[Tensor; 4]> {
+            let frozen = Projection::of(weight.clone());
+            let tracked = |x: &Tensor, w: &Tensor| part(x, &Projection::of(w.clone()), stream);
+            let [y, dx, dw] = with_gradients(x, weight, tracked)?;
+            let [_, _, ds] = with_gradients(x, stream, |x, s| part(x, &frozen, s))?;
+            Ok([y, dx, dw, ds])
+        }
+        let compare = |found: [Tensor; 4], expected: [Tensor; 4]| -> Result<()> {
+            for (found, expected) in found.iter().zip(&expected) {
+                let off = difference(found, expected)?;
+                assert!(off < 1e-12, "{off:e}");
+            }
+            Ok(())
+        };
+        for (b, t, c, h, d) in [(1, 1, 1, 1, 1), (2, 3, 5, 4, 6), (3, 7, 8, 2, 3)] {
+            let (x, weight) = (random((b, t, c))?, random((h * d, c))?);
+            // A stream that is a part of another.
+            let stream = random((b, t, 1 + h * d))?.narrow(2, 1, h * d)?;
+            let operands = [&x, &weight, &stream];
+            let found = all(operands, |x, p, s| p.forward_onto(Some(s), x))?;
+            compare(found, all(operands, |x, p, s| s + p.forward(x)?)?)?;
+
+            let (x, weight) = (random((b, h, t, d))?, random((c, h * d))?);
+            let stream = random((b, t, c))?;
+            let operands = [&x, &weight, &stream];
+            let expected = all(operands, |x, p, s| s + p.merge_heads_onto(None, x)?)?;
+            let found = all(operands, |x, p, s| p.merge_heads_onto(Some(s), x))?;
+            compare(found, expected.clone())?;
+            let copied = |x: &Tensor, p: &Projection, s: &Tensor| {
+                p.apply(x, Order::Heads(h), Order::Tokens, Some(s))
+            };
+            compare(all(operands, copied)?, expected)?;
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn projection_onto_another_shape_is_refused() -> Result<()> {
+        let (x, weight) = (Var::from_tensor(&random((2, 3, 4))?)?, random((6, 4))?);
+        let projection = Projection::of(weight);
+        for shape in [vec![2, 3, 5], vec![3, 2, 6], vec![6]] {
+            let refused = projection.forward_onto(Some(&random(shape)?), &x);
+            assert!(refused.is_err());
+        }
+        assert!(projection
+            .forward_onto(Some(&random((2, 3, 6))?), &x)
+            .is_ok());
+        Ok(())
+    }
+
+    #[test]
     fn projection_of_what_does_not_fit_is_refused() -> Result<()> {
         let projection = Projection::of(random((6, 4))?);
         assert!(projection.forward(&random((2, 3))?).is_err());
-        assert!(projection.merge_heads(&random((1, 2, 3, 3))?).is_err());
-        let heads = projection.apply(&random((1, 2, 4))?, Order::Tokens, Order::Heads(4));
+        assert!(projection
+            .merge_heads_onto(None, &random((1, 2, 3, 3))?)
+            .is_err());
+        let heads = projection.apply(&random((1, 2, 4))?, Order::Tokens, Order::Heads(4), None);
         assert!(heads.is_err());
         assert!(!projection.forward(&random((2, 4))?)?.track_op());
         Ok(())

@@ -12,6 +12,7 @@ mod cuda;
 #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
 mod launch;
 
+use crate::gpu::has_kernels;
 #[cfg(feature = "cuda")]
 use crate::gpu::{dispatch, on_gpu, GpuElement, Placed};
 use crate::host::{on_host, Element, View};
@@ -74,8 +75,7 @@ pub enum Layout {
 pub fn rotate(x: &Tensor, rotation: &Rotation, layout: Layout) -> Result<Tensor> {
     check(x, rotation)?;
     let Rotation { cos, sin } = rotation;
-    let has_kernel = x.device().is_cpu() || cfg!(feature = "cuda") && x.device().is_cuda();
-    if !has_kernel {
+    if !has_kernels(x.device()) {
         return rotate_by_tensors(x, rotation, layout);
     }
     let op = Turn { layout };

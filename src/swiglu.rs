@@ -14,6 +14,7 @@ mod call;
 pub(crate) mod cuda;
 
 use crate::attend::cpu::Real;
+use crate::gpu::has_kernels;
 use crate::host::{contiguous, on_host, Element};
 use candle_core::backend::BackendStorage;
 use candle_core::{bail, CpuStorage, CustomOp2, DType, Layout, Result, Shape, Tensor};
@@ -47,8 +48,7 @@ use candle_core::CudaStorage;
 /// ```
 pub fn swiglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
     check(gate, up)?;
-    let device = gate.device();
-    if !(device.is_cpu() || device.is_cuda()) || gate.elem_count() == 0 {
+    if !has_kernels(gate.device()) || gate.elem_count() == 0 {
         return gate.silu()? * up;
     }
     let (gate, up) = (gate.contiguous()?, up.contiguous()?);

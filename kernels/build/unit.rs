@@ -128,6 +128,7 @@ const PLAIN: &[(&str, &str)] = &[
     ("phase_norm", "phase_norm.cu"),
     ("rms_norm", "rms_norm.cu"),
     ("rotate", "rotate.cu"),
+    ("sum", "sum.cu"),
     ("swiglu", "swiglu.cu"),
     ("tape", "tape.cu"),
 ];

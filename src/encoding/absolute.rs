@@ -168,6 +168,10 @@ impl Absolute {
 }
 
 impl Encoding for Absolute {
+    fn updates(&self, _layer: usize) -> bool {
+        false
+    }
+
     fn embed(&self, x: &Tensor, positions: &Positions) -> Result<Tensor> {
         let (batch, tokens, width) = x.dims3()?;
         if tokens != positions.len() || width != self.width {

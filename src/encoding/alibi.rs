@@ -78,6 +78,10 @@ pub fn alibi_slopes(heads: usize) -> Vec<f64> {
 }
 
 impl Encoding for Alibi {
+    fn updates(&self, _layer: usize) -> bool {
+        false
+    }
+
     fn score(&self, _layer: usize) -> Score {
         Score::LinearBias {
             slopes: self.slopes.clone(),

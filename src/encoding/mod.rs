@@ -140,6 +140,12 @@ pub trait Encoding: Send + Sync {
         Score::Dot
     }
 
+    /// Whether [`update`](Self::update) does anything behind this layer. Where it does not, a model leaves it out, and need
+    /// not hold the feed-forward part's output apart from the stream.
+    fn updates(&self, _layer: usize) -> bool {
+        true
+    }
+
     /// Makes the next layer's state.
     ///
     /// # Shapes

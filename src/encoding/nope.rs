@@ -7,4 +7,8 @@ use super::Encoding;
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Nope;
 
-impl Encoding for Nope {}
+impl Encoding for Nope {
+    fn updates(&self, _layer: usize) -> bool {
+        false
+    }
+}

@@ -321,6 +321,10 @@ impl Rope {
 }
 
 impl Encoding for Rope {
+    fn updates(&self, _layer: usize) -> bool {
+        false
+    }
+
     fn begin(&self, x: &Tensor, positions: &Positions, ctx: &mut Ctx) -> Result<PosState> {
         let (batch, tokens, _) = x.dims3()?;
         if tokens != positions.len() {

@@ -218,6 +218,10 @@ impl Tapa {
 }
 
 impl Encoding for Tapa {
+    fn updates(&self, _layer: usize) -> bool {
+        false
+    }
+
     fn encode(&self, layer: usize, qkv: Qkv, _state: &PosState) -> Result<Qkv> {
         let Some(gains) = self.gains.get(layer) else {
             bail!("tapa: layer {layer} of {}", self.gains.len())

@@ -358,6 +358,18 @@ impl Encoding for Tape {
         })
     }
 
+    fn updates(&self, layer: usize) -> bool {
+        // An error is for `update` to tell.
+        !matches!(
+            self.update_after(layer),
+            Ok(None)
+                | Ok(Some(Update {
+                    attention: None,
+                    token: None
+                }))
+        )
+    }
+
     fn update(
         &self,
         layer: usize,

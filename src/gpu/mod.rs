@@ -28,12 +28,18 @@ pub(crate) use strided::{Strided, RUN_BYTES};
 #[cfg(feature = "cuda")]
 pub(crate) use tensor::{dispatch, on_gpu, GpuElement, Output, Placed};
 
-use candle_core::{bail, Result};
+use candle_core::{bail, Device, Result};
 
 /// What the kernels were compiled for; without the feature, what they are by default: machine code or else PTX, ten
 /// times the compute capability, its letter or nothing.
 #[cfg(not(feature = "cuda"))]
 pub(crate) const IMAGES: &[(bool, u32, &str)] = &[(true, 80, ""), (true, 90, ""), (false, 80, "")];
+
+/// Whether this crate's own operations run there: on the CPU, and where it was built for them on NVIDIA GPUs. Candle may
+/// have been built for GPUs without it.
+pub(crate) fn has_kernels(device: &Device) -> bool {
+    device.is_cpu() || cfg!(feature = "cuda") && device.is_cuda()
+}
 
 /// As many threads as kernels tell apart by 32 bits, the last block's idle ones included.
 ///

@@ -15,6 +15,7 @@ pub(super) struct NormCall {
     pub out: u64,
     pub partial: u64,
     pub weight_grad: u64,
+    pub addend: u64,
     pub rows: i64,
     pub epsilon: f64,
     pub width: i32,
@@ -81,10 +82,11 @@ mod tests {
 
     #[test]
     fn argument_lies_in_memory_as_the_kernels_read_it() {
-        assert_eq!(size_of::<NormCall>(), 88);
-        assert_eq!(offset_of!(NormCall, rows), 48);
-        assert_eq!(offset_of!(NormCall, width), 64);
-        assert_eq!(offset_of!(NormCall, shared), 80);
+        assert_eq!(size_of::<NormCall>(), 96);
+        assert_eq!(offset_of!(NormCall, addend), 48);
+        assert_eq!(offset_of!(NormCall, rows), 56);
+        assert_eq!(offset_of!(NormCall, width), 72);
+        assert_eq!(offset_of!(NormCall, shared), 88);
     }
 
     #[test]

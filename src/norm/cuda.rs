@@ -15,7 +15,7 @@ unsafe impl DeviceRepr for NormCall {}
 
 type Operand<'a> = (&'a CudaStorage, &'a Layout);
 
-pub(super) fn forward(x: Operand, weight: Operand, epsilon: f64) -> Result<CudaStorage> {
+pub(crate) fn forward(x: Operand, weight: Operand, epsilon: f64) -> Result<CudaStorage> {
     match x.0.dtype() {
         DType::F32 => forward_of::<f32>(x, weight, epsilon),
         DType::F64 => forward_of::<f64>(x, weight, epsilon),
@@ -25,13 +25,18 @@ pub(super) fn forward(x: Operand, weight: Operand, epsilon: f64) -> Result<CudaS
     }
 }
 
-/// Gradients of x and weight, where they are tracked.
-pub(super) fn backward(tensors: [&Tensor; 3], epsilon: f64) -> Result<[Option<Tensor>; 2]> {
+/// See [`super::gradients`].
+pub(super) fn backward(
+    tensors: [&Tensor; 3],
+    addend: Option<&Tensor>,
+    asked: [bool; 2],
+    epsilon: f64,
+) -> Result<[Option<Tensor>; 2]> {
     match tensors[0].dtype() {
-        DType::F32 => backward_of::<f32>(tensors, epsilon),
-        DType::F64 => backward_of::<f64>(tensors, epsilon),
-        DType::BF16 => backward_of::<bf16>(tensors, epsilon),
-        DType::F16 => backward_of::<f16>(tensors, epsilon),
+        DType::F32 => backward_of::<f32>(tensors, addend, asked, epsilon),
+        DType::F64 => backward_of::<f64>(tensors, addend, asked, epsilon),
+        DType::BF16 => backward_of::<bf16>(tensors, addend, asked, epsilon),
+        DType::F16 => backward_of::<f16>(tensors, addend, asked, epsilon),
         other => bail!("rms_norm: no gradient for dtype {other:?}"),
     }
 }
@@ -77,22 +82,27 @@ where
     Ok(CudaStorage::wrap_cuda_slice(out, device.clone()))
 }
 
-fn backward_of<T>([x, weight, grad]: [&Tensor; 3], epsilon: f64) -> Result<[Option<Tensor>; 2]>
+fn backward_of<T>(
+    [x, weight, grad]: [&Tensor; 3],
+    addend: Option<&Tensor>,
+    asked: [bool; 2],
+    epsilon: f64,
+) -> Result<[Option<Tensor>; 2]>
 where
     T: Element + CudaDType + DeviceRepr,
     T::Acc: DeviceRepr,
 {
     let (x_held, weight_held, grad_held) = (on_gpu(x), on_gpu(weight), on_gpu(grad));
+    let addend_held = addend.map(on_gpu);
     let operand = x_held.operand()?;
     let device = operand.0.device();
     let stream = device.cuda_stream();
     let (rows, width) = sizes(x.layout(), weight.layout());
     let blocks = call::backward_blocks(rows, width);
     // SAFETY: the kernels write every element, of `partial` before they read it.
-    let mut dx = x
-        .track_op()
-        .then(|| unsafe { device.alloc::<T>(rows * width) });
-    let mut dx = dx.take().transpose()?;
+    let mut dx = asked[0]
+        .then(|| unsafe { device.alloc::<T>(rows * width) })
+        .transpose()?;
     // SAFETY: as above.
     let memory = || unsafe {
         Ok::<_, Error>((
@@ -100,7 +110,7 @@ where
             device.alloc::<T>(width)?,
         ))
     };
-    let mut dw = weight.track_op().then(memory).transpose()?;
+    let mut dw = asked[1].then(memory).transpose()?;
 
     let mut held = Held::on(&stream);
     let mut call = NormCall {
@@ -119,7 +129,10 @@ where
             (call.shared, shared_bytes) = (1, bytes);
         }
     }
-    let pieces = [call.x, call.weight, call.grad, call.out];
+    if let Some(addend) = &addend_held {
+        call.addend = held.read_operand::<T>(addend.operand()?)?;
+    }
+    let pieces = [call.x, call.weight, call.grad, call.out, call.addend];
     call.vector = in_eights(width, &pieces).into();
     let name = T::DTYPE.as_str();
     let shape = call::backward_shape(rows, width, shared_bytes)?;

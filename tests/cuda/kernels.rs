@@ -44,6 +44,7 @@ fn outside_attention() -> Vec<String> {
             "rms_norm_forward",
             "rms_norm_backward",
             "rms_norm_weight",
+            "sum",
             "swiglu_forward",
             "swiglu_backward",
             "embedding_pieces",

@@ -63,7 +63,15 @@ pub fn test(
 
 fn tests(small: bool) -> Vec<Test> {
     if small {
-        return small::tests();
+        return [
+            small::tests(),
+            of_few_tokens(),
+            // After all others: which kernels have run.
+            kernels::coverage(),
+        ]
+        .into_iter()
+        .flatten()
+        .collect();
     }
     [
         kernels::tests(),
@@ -87,6 +95,24 @@ fn tests(small: bool) -> Vec<Test> {
     .into_iter()
     .flatten()
     .collect()
+}
+
+/// What is tiny as it is, of all kernels beside attention.
+fn of_few_tokens() -> Vec<Test> {
+    let longer = ["repeat", "many_tokens", "200_steps", "training_step_"];
+    let all = [
+        rotate::tests(),
+        phase_norm::tests(),
+        tape::tests(),
+        layers::tests(),
+        training_ops::tests(),
+        training::tests(),
+    ];
+    let of_all_kinds = |test: &Test| {
+        test.name.starts_with("training_step_of_64_columns")
+            || !longer.iter().any(|part| test.name.contains(part))
+    };
+    all.into_iter().flatten().filter(of_all_kinds).collect()
 }
 
 /// The GPU, or why there is none.

@@ -8,10 +8,7 @@ use candle_core::DType;
 pub fn tests() -> Vec<Test> {
     let mut tests = Vec::new();
     for dtype in [DType::BF16, DType::F16, DType::F32, DType::F64] {
-        for (i, name) in ["dot", "bias", "phase_precise", "phase_fast"]
-            .into_iter()
-            .enumerate()
-        {
+        for (i, name) in SCORES.into_iter().enumerate() {
             tests.push(test(
                 format!("small_{name}_{dtype:?}"),
                 move |target, report| {
@@ -82,18 +79,34 @@ pub fn tests() -> Vec<Test> {
         }
     }
     tests.extend(gradients());
-    tests.extend(crate::kernels::coverage());
+    tests.push(test(
+        "small_gradients_by_tiles_of_smaller_gpus",
+        |target, report| {
+            target.as_on((8, 6), || {
+                for dtype in [DType::BF16, DType::F16] {
+                    for (i, _) in SCORES.into_iter().enumerate() {
+                        let (_, score, manner) = families(4, 128, dtype).swap_remove(i);
+                        let dims = Dims::square(4, 2, 67, 128);
+                        let call = Call::causal(dims).with_score(score);
+                        let inputs = Inputs::new(dims, Fill::Normal, 6, dtype);
+                        target.check_gradients(&call, &inputs, manner, report)?;
+                    }
+                }
+                Ok(())
+            })
+        },
+    ));
     tests
 }
+
+/// The scores, as [`families`] has them.
+const SCORES: [&str; 4] = ["dot", "bias", "phase_precise", "phase_fast"];
 
 /// Each backward kernel: filled and padded widths, wide values, grouped heads, partial tiles, positions from lists.
 fn gradients() -> Vec<Test> {
     let mut tests = Vec::new();
     for dtype in [DType::BF16, DType::F16, DType::F32, DType::F64] {
-        for (i, name) in ["dot", "bias", "phase_precise", "phase_fast"]
-            .into_iter()
-            .enumerate()
-        {
+        for (i, name) in SCORES.into_iter().enumerate() {
             tests.push(test(
                 format!("small_gradients_{name}_{dtype:?}"),
                 move |target, report| {
