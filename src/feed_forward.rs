@@ -126,19 +126,23 @@ struct Kept {
     normed: Option<Tensor>,
 }
 
-/// What a call needs of a device, over contiguous memory.
+/// Contiguous memory of a device.
+type Operand<'a, S> = (&'a S, &'a Layout);
+
+/// What a call needs of a device.
 struct Steps<S> {
-    norm: fn((&S, &Layout), (&S, &Layout), f64) -> Result<S>,
+    /// Of rows, with their weights and what is added to the mean square.
+    norm: fn(Operand<S>, Operand<S>, f64) -> Result<S>,
     /// Makes h (rows, I) of z (rows, 2I), from I and the number of rows.
     gated: fn(&S, usize, usize) -> Result<S>,
-    sum: fn((&S, &Layout), (&S, &Layout)) -> Result<S>,
+    sum: fn(Operand<S>, Operand<S>) -> Result<S>,
     keep: fn(S) -> Storage,
 }
 
 impl Joined {
     fn forward<S: BackendStorage>(
         &self,
-        [(x, x_layout), (weights, weights_layout), (down, down_layout)]: [(&S, &Layout); 3],
+        [(x, x_layout), (weights, weights_layout), (down, down_layout)]: [Operand<S>; 3],
         steps: Steps<S>,
     ) -> Result<(S, Shape)> {
         let (to, inner) = down_layout.shape().dims2()?;
