@@ -14,7 +14,7 @@
 //!
 //! A model calls them in this order: [`embed`](Encoding::embed) and [`begin`](Encoding::begin) once, then in each
 //! layer [`encode`](Encoding::encode), attention with [`score`](Encoding::score), the feed-forward part, and
-//! [`update`](Encoding::update).
+//! [`update`](Encoding::update), unless [`updates`](Encoding::updates) says that it does nothing.
 
 mod absolute;
 mod alibi;
