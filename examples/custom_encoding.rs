@@ -67,6 +67,11 @@ impl Encoding for Interleaved {
         self.rope.begin(x, positions, ctx)
     }
 
+    // There is no `update`: each layer finds the same state.
+    fn updates(&self, _layer: usize) -> bool {
+        false
+    }
+
     fn encode(&self, layer: usize, qkv: Qkv, state: &PosState) -> Result<Qkv> {
         let Some(Some(sharpening)) = self.sharpening.get(layer) else {
             return self.rope.encode(layer, qkv, state);

@@ -417,6 +417,9 @@ fn recipe(options: &Options) -> Result<TrainerConfig> {
         ("accumulate", accumulate),
         ("checkpoint-every", options.checkpoint_every.unwrap_or(1)),
     ])?;
+    if options.contexts.contains(&0) {
+        bail!("--contexts: no window of 0 bytes can be read; name contexts of at least 1")
+    }
     for (name, value, least) in [
         ("clip", clip, f64::MIN_POSITIVE),
         ("weight-decay", weight_decay, 0.),

@@ -140,13 +140,15 @@ pub trait Encoding: Send + Sync {
         Score::Dot
     }
 
-    /// Whether [`update`](Self::update) does anything behind this layer. Where it does not, a model leaves it out, and need
-    /// not hold the feed-forward part's output apart from the stream.
+    /// Whether [`update`](Self::update) does anything behind this layer. An encoding without one may say that it does not:
+    /// then a model need not hold the feed-forward part's output apart from the stream, and trains faster. Where this is
+    /// false `update` is not called, even if there is one.
     fn updates(&self, _layer: usize) -> bool {
         true
     }
 
-    /// Makes the next layer's state.
+    /// Makes the next layer's state. It is called behind the last layer too, where nobody reads what it returns, and again
+    /// where a block is recomputed: it must give the same then.
     ///
     /// # Shapes
     /// `carried` (B, H, T, E − D): what attention averaged beyond the model's own values, where
