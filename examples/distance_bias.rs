@@ -462,6 +462,10 @@ impl Encoding for Recorder {
         self.own.score(layer)
     }
 
+    fn updates(&self, layer: usize) -> bool {
+        self.own.updates(layer)
+    }
+
     fn update(
         &self,
         layer: usize,

@@ -50,27 +50,29 @@ impl FeedForward {
     /// (…, C) → (…, C)
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
         if self.is_joined(x) {
-            let joined = Tensor::cat(&[self.gate_proj.weight(), self.up_proj.weight()], 0)?;
-            return joined_forward(x, &joined, self.down_proj.weight(), None);
+            return self.joined(x, None);
         }
-        let gated = swiglu(&self.gate_proj.forward(x)?, &self.up_proj.forward(x)?)?;
-        self.down_proj.forward(&gated)
+        self.down_proj.forward(&self.gated(x)?)
     }
 
     /// The stream (…, C) with what this makes of its norm added.
     pub fn forward_onto(&self, stream: &Tensor, norm: &RmsNorm) -> Result<Tensor> {
         norm.check(stream)?;
-        if self.is_joined(stream) {
-            let weights = [
-                self.gate_proj.weight(),
-                self.up_proj.weight(),
-                &norm.weight().unsqueeze(0)?,
-            ];
-            let joined = Tensor::cat(&weights, 0)?;
-            let down = self.down_proj.weight();
-            return joined_forward(stream, &joined, down, Some(norm.epsilon()));
+        if !self.is_joined(stream) {
+            let gated = self.gated(&norm.forward(stream)?)?;
+            return self.down_proj.forward_onto(Some(stream), &gated);
         }
-        sum(stream, &self.forward(&norm.forward(stream)?)?)
+        // A norm trained alone would drag the gradients of gate and up, whose weights its own lies behind, with it.
+        let gate_up = [self.gate_proj.weight(), self.up_proj.weight()];
+        if norm.weight().track_op() && !gate_up.iter().any(|w| w.track_op()) {
+            return sum(stream, &self.joined(&norm.forward(stream)?, None)?);
+        }
+        self.joined(stream, Some(norm))
+    }
+
+    /// h, by operations of their own.
+    fn gated(&self, x: &Tensor) -> Result<Tensor> {
+        swiglu(&self.gate_proj.forward(x)?, &self.up_proj.forward(x)?)
     }
 
     /// Whether it is one operation.
@@ -78,6 +80,36 @@ impl FeedForward {
         let weights = [&self.gate_proj, &self.up_proj, &self.down_proj].map(Projection::weight);
         let tracked = x.track_op() || weights.iter().any(|w| w.track_op());
         tracked && is_worth_joining(x, weights[0]) && has_kernels(x.device())
+    }
+
+    /// All of it as one operation, with a norm before it and the sum behind it where there is one.
+    fn joined(&self, x: &Tensor, norm: Option<&RmsNorm>) -> Result<Tensor> {
+        let [gate, up, down] =
+            [&self.gate_proj, &self.up_proj, &self.down_proj].map(Projection::weight);
+        let (inner, c) = gate.dims2()?;
+        let (to, _) = down.dims2()?;
+        let fits = x.dims().last() == Some(&c)
+            && up.dims() == gate.dims()
+            && down.dims() == [to, inner]
+            && (norm.is_none() || to == c);
+        if !fits || inner == 0 || c == 0 {
+            bail!(
+                "feed-forward: {:?} cannot be taken by weights {:?}, {:?} and {:?}",
+                x.dims(),
+                gate.dims(),
+                up.dims(),
+                down.dims()
+            )
+        }
+        let weights = match norm {
+            Some(norm) => Tensor::cat(&[gate, up, &norm.weight().unsqueeze(0)?], 0)?,
+            None => Tensor::cat(&[gate, up], 0)?,
+        };
+        let op = Joined {
+            norm: norm.map(RmsNorm::epsilon),
+            kept: Arc::default(),
+        };
+        x.contiguous()?.apply_op3(&weights, &down.contiguous()?, op)
     }
 }
 
@@ -88,33 +120,10 @@ fn is_worth_joining(x: &Tensor, gate: &Tensor) -> bool {
     x.elem_count() / width.max(1) >= width
 }
 
-/// `norm` is what the norm adds to the mean square, where there is one.
-fn joined_forward(
-    x: &Tensor,
-    weights: &Tensor,
-    down: &Tensor,
-    norm: Option<f64>,
-) -> Result<Tensor> {
-    let (all, c) = weights.dims2()?;
-    let (to, inner) = down.dims2()?;
-    let rows = 2 * inner + usize::from(norm.is_some());
-    let fits = x.dims().last() == Some(&c) && all == rows && (norm.is_none() || to == c);
-    if !fits || inner == 0 || c == 0 {
-        bail!(
-            "feed-forward: {:?} cannot be taken by weights {:?} and {:?}",
-            x.dims(),
-            (all, c),
-            (to, inner)
-        )
-    }
-    let (x, weights, down) = (x.contiguous()?, weights.contiguous()?, down.contiguous()?);
-    let kept = Arc::default();
-    x.apply_op3(&weights, &down, Joined { norm, kept })
-}
-
 /// One call, over x, the weights of gate and up, with a norm's behind them, and that of down, all contiguous. Each call
 /// needs an object of its own: what it keeps belongs to it.
 struct Joined {
+    /// What the norm adds to the mean square, where there is one.
     norm: Option<f64>,
     kept: Arc<OnceLock<Kept>>,
 }
@@ -306,9 +315,13 @@ impl CustomOp3 for Joined {
         let (dx, dweights) = match self.norm {
             Some(epsilon) => {
                 let asked = [x.track_op(), weights.track_op()];
-                let factors = all.get(2 * inner)?;
-                let tensors = [&flat, &factors, &dz.matmul(&gate_up)?];
-                let [dx, dfactors] = norm::gradients(tensors, Some(&dy), asked, epsilon)?;
+                let [dx, dfactors] = match asked.contains(&true) {
+                    true => {
+                        let tensors = [&flat, &all.get(2 * inner)?, &dz.matmul(&gate_up)?];
+                        norm::gradients(tensors, Some(&dy), asked, epsilon)?
+                    }
+                    false => [None, None],
+                };
                 let dweights = match (dgate_up, dfactors) {
                     (Some(one), Some(other)) => Some(Tensor::cat(&[one, other.unsqueeze(0)?], 0)?),
                     _ => None,
@@ -532,15 +545,42 @@ mod tests {
     #[test]
     fn part_of_what_does_not_fit_the_stream_is_refused() -> Result<()> {
         let [x, gate, up, down] = operands(&[2, 9, 8], 5)?;
-        let refused = |x: &Tensor, factors: &Tensor, down: &Tensor| {
+        let refused = |x: &Tensor, factors: &Tensor, down: &Tensor, part: &str| {
             let x = Var::from_tensor(x)?;
-            Ok::<_, candle_core::Error>(onto([&x, factors, &gate, &up, down]).is_err())
+            match onto([&x, factors, &gate, &up, down]) {
+                Ok(y) => bail!("{y:?} for {part}"),
+                Err(error) => assert!(error.to_string().contains(part), "{error}"),
+            }
+            Ok(())
         };
-        assert!(!refused(&x, &random(8)?, &down)?);
-        assert!(refused(&x, &random(7)?, &down)?);
-        assert!(refused(&x, &random(8)?.to_dtype(DType::F32)?, &down)?);
-        assert!(refused(&x, &random(8)?, &random((7, 5))?)?);
-        assert!(refused(&random((2, 9, 7))?, &random(7)?, &down)?);
+        onto([&x, &random(8)?, &gate, &up, &down])?;
+        refused(&x, &random(7)?, &down, "[2, 9, 8] and [7]")?;
+        refused(&x, &random(8)?.to_dtype(DType::F32)?, &down, "F32")?;
+        refused(&x, &random(8)?, &random((7, 5))?, "[7, 5]")?;
+        let narrow = random((2, 9, 7))?;
+        refused(&narrow, &random(7)?, &down, "[2, 9, 7]")
+    }
+
+    #[test]
+    fn norm_trained_alone_leaves_no_gradients_of_frozen_weights() -> Result<()> {
+        let [x, gate, up, down] = operands(&[2, 9, 8], 5)?;
+        let (x, factors) = (Var::from_tensor(&x)?, Var::from_tensor(&random(8)?)?);
+        let gradients = |part: fn([&Tensor; 5]) -> Result<Tensor>| {
+            part([&x, &factors, &gate, &up, &down])?
+                .sqr()?
+                .sum_all()?
+                .backward()
+        };
+        let (found, expected) = (gradients(onto)?, gradients(onto_by_tensors)?);
+        for var in [&x, &factors] {
+            match (found.get(var), expected.get(var)) {
+                (Some(found), Some(expected)) => assert!(difference(found, expected)? < 1e-11),
+                _ => bail!("no gradient"),
+            }
+        }
+        for weight in [&gate, &up, &down] {
+            assert!(found.get(weight).is_none(), "{:?}", weight.dims());
+        }
         Ok(())
     }
 

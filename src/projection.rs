@@ -115,8 +115,11 @@ impl Projection {
                 false => x.apply_op2_no_bwd(&weight, &op),
             };
         };
-        // Without gradients nothing is gained; and what does not fit is candle's to refuse.
-        let fits = || Ok::<_, candle_core::Error>(op.shape(x.shape(), n)?.dims() == stream.dims());
+        // Without gradients nothing is gained; and a stream that does not fit is the sum's to refuse.
+        let fits = || {
+            let shape = op.shape(x.shape(), n)?;
+            Ok::<_, candle_core::Error>(&shape == stream.shape() && x.dtype() == stream.dtype())
+        };
         if !tracked || !has_kernels(x.device()) || stream.elem_count() == 0 || !fits()? {
             return sum::sum(stream, &self.apply(&x, from, to, None)?);
         }

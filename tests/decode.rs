@@ -96,6 +96,10 @@ impl Encoding for Treacherous {
         self.inner.score(layer)
     }
 
+    fn updates(&self, layer: usize) -> bool {
+        self.inner.updates(layer)
+    }
+
     fn update(
         &self,
         layer: usize,

@@ -142,7 +142,7 @@ pub trait Encoding: Send + Sync {
 
     /// Whether [`update`](Self::update) does anything behind this layer. An encoding without one may say that it does not:
     /// then a model need not hold the feed-forward part's output apart from the stream, and trains faster. Where this is
-    /// false `update` is not called, even if there is one.
+    /// false `update` is not called, even if there is one. An encoding that wraps another passes this on.
     fn updates(&self, _layer: usize) -> bool {
         true
     }

@@ -1,4 +1,4 @@
-//! The kernels themselves: every one loads, none spills, and the tests above have run every one.
+//! The kernels themselves: every one loads, none spills, and the tests above have run every one of attention's.
 
 #[allow(dead_code)] // the tests read only what names a kernel
 #[path = "../../src/attend/cuda/tiles.rs"]

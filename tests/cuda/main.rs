@@ -64,8 +64,8 @@ pub fn test(
 fn tests(small: bool) -> Vec<Test> {
     if small {
         return [
-            small::tests(),
             of_few_tokens(),
+            small::tests(),
             // After all others: which kernels have run.
             kernels::coverage(),
         ]
@@ -97,7 +97,7 @@ fn tests(small: bool) -> Vec<Test> {
     .collect()
 }
 
-/// What is tiny as it is, of all kernels beside attention.
+/// What is short as it is, of all kernels beside attention: first, as tools that slow kernels take minutes for the rest.
 fn of_few_tokens() -> Vec<Test> {
     let longer = ["repeat", "many_tokens", "200_steps", "training_step_"];
     let all = [

@@ -113,6 +113,14 @@ pub fn encodings() -> Vec<(&'static str, EncodingConfig)> {
                 ..tape()
             }),
         ),
+        (
+            "tape without updates",
+            Tape(TapeConfig {
+                attention_update: false,
+                token_update: false,
+                ..tape()
+            }),
+        ),
     ]
 }
 
