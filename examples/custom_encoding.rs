@@ -23,16 +23,19 @@ use candle_nn::{Init, VarBuilder};
 use candle_posenc::encoding::{Rope, RopeConfig};
 use candle_posenc::train::{Parameters, Schedule, StepReport, Trainer, TrainerConfig};
 use candle_posenc::{
-    Ctx, Encoding, KvCache, Llama, LlamaConfig, ModelDims, PosState, Positions, Qkv, SeededVars,
+    Ctx, Encoding, EncodingConfig, KvCache, Llama, LlamaConfig, ModelDims, PosState, Positions,
+    Qkv, SeededVars,
 };
 use clap::Parser;
 use common::device::DeviceName;
 use common::tales::tales;
+use serde_json::json;
 use std::process::ExitCode;
 use std::sync::Arc;
 
 /// RoPE, with no position in every n-th layer but a learned sharpening.
 struct Interleaved {
+    n: usize,
     rope: Rope,
     /// (1, H, 1, 1) for a layer without rotation.
     sharpening: Vec<Option<Tensor>>,
@@ -49,6 +52,7 @@ impl Interleaved {
             vb.get_with_hints((1, dims.heads, 1, 1), "sharpening", Init::Const(0.))
         };
         Ok(Self {
+            n,
             rope: Rope::new(&RopeConfig::default(), dims)?,
             sharpening: (0..dims.layers)
                 .map(|layer| {
@@ -62,6 +66,13 @@ impl Interleaved {
 }
 
 impl Encoding for Interleaved {
+    // Its name and all by which it may differ: `config.json` says so, and a checkpoint of another is refused.
+    fn config(&self) -> EncodingConfig {
+        EncodingConfig::Custom {
+            description: json!({"name": "interleaved", "every": self.n}),
+        }
+    }
+
     // The table of rotations, made once per forward pass; layers find it in `state`.
     fn begin(&self, x: &Tensor, positions: &Positions, ctx: &mut Ctx) -> Result<PosState> {
         self.rope.begin(x, positions, ctx)
@@ -123,8 +134,7 @@ fn main() -> ExitCode {
 
 fn run(options: &Options) -> Result<()> {
     let device = options.device.open()?;
-    // The crate has no name for ours: `Llama::with_encoding` takes it as it is and leaves `config.encoding` aside.
-    let config = LlamaConfig {
+    let mut config = LlamaConfig {
         hidden_size: 64,
         intermediate_size: 176,
         num_key_value_heads: 2,
@@ -136,6 +146,7 @@ fn run(options: &Options) -> Result<()> {
     let vb = parameters.builder(DType::F32, &device);
     let encoding = Interleaved::new(2, &config.dims(), vb.pp("model"))?;
     let sharpening: Vec<Tensor> = encoding.sharpening.iter().flatten().cloned().collect();
+    config.encoding = encoding.config();
     let model = Llama::with_encoding(&config, Arc::new(encoding), vb)?;
 
     // Train.

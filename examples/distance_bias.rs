@@ -444,6 +444,10 @@ impl Recorder {
 }
 
 impl Encoding for Recorder {
+    fn config(&self) -> EncodingConfig {
+        self.own.config()
+    }
+
     fn embed(&self, x: &Tensor, positions: &Positions) -> Result<Tensor> {
         self.own.embed(x, positions)
     }

@@ -2,6 +2,7 @@
 
 use candle_core::{bail, Error, Result};
 use serde::de::{Deserialize, Deserializer, Error as _, MapAccess, SeqAccess, Visitor};
+use serde::Serialize;
 use serde_json::{Map, Value};
 use std::fmt;
 use std::fs::File;
@@ -38,6 +39,11 @@ pub(crate) fn brief(value: &Value) -> String {
         Some((end, _)) => format!("{}…", &text[..end]),
         None => text,
     }
+}
+
+/// A part of a configuration as an error message shows it.
+pub(crate) fn text(part: &impl Serialize) -> String {
+    serde_json::to_value(part).map_or_else(|error| error.to_string(), |value| brief(&value))
 }
 
 struct Unambiguous(Value);

@@ -10,6 +10,7 @@ use crate::cache::{CacheStep, KvCache};
 use crate::embedding::{embed, TokenIds};
 use crate::encoding::{Ctx, Encoding, EncodingConfig, ModelDims, PosState, RopeConfig};
 use crate::feed_forward::FeedForward;
+use crate::json;
 use crate::norm::RmsNorm;
 use crate::positions::Positions;
 use crate::projection::Projection;
@@ -261,19 +262,60 @@ impl Llama {
     pub fn new(config: &LlamaConfig, vb: VarBuilder) -> Result<Self> {
         config.validate()?;
         let encoding = config.encoding.build(&config.dims(), vb.pp("model"))?;
-        Self::with_encoding(config, encoding, vb)
+        Self::assemble(config, encoding, vb)
     }
 
-    /// The model with an encoding of the caller's own, in place of the configuration's.
+    /// The model with an encoding that was built already, such as one of the caller's own. The configuration must say so:
+    ///
+    /// ```
+    /// use candle_core::{DType, Device};
+    /// use candle_posenc::{Encoding, EncodingConfig, Llama, LlamaConfig, SeededVars};
+    /// use serde_json::json;
+    /// use std::sync::Arc;
+    ///
+    /// struct Own { gain: f64 }
+    ///
+    /// impl Encoding for Own {
+    ///     fn config(&self) -> EncodingConfig {
+    ///         EncodingConfig::Custom { description: json!({"name": "own", "gain": self.gain}) }
+    ///     }
+    ///     // … and the hooks by which it acts.
+    /// }
+    ///
+    /// # fn main() -> candle_core::Result<()> {
+    /// let own = Own { gain: 2. };
+    /// let config = LlamaConfig { encoding: own.config(), ..LlamaConfig::default() };
+    /// let vars = SeededVars::new(0);
+    /// let model = Llama::with_encoding(&config, Arc::new(own), vars.builder(DType::F32, &Device::Cpu))?;
+    /// # assert_eq!(model.config(), &config);
+    /// # let other = Arc::new(Own { gain: 3. });
+    /// # let refused = Llama::with_encoding(&config, other, vars.builder(DType::F32, &Device::Cpu));
+    /// # assert!(refused.is_err_and(|e| e.to_string().contains("\"gain\":3")));
+    /// # Ok(())
+    /// # }
+    /// ```
     ///
     /// # Errors
-    /// As [`new`](Self::new).
+    /// As [`new`](Self::new), and when the configuration's encoding is not what [`Encoding::config`] says of this one:
+    /// what is saved of the model would be another.
     pub fn with_encoding(
         config: &LlamaConfig,
         encoding: Arc<dyn Encoding>,
         vb: VarBuilder,
     ) -> Result<Self> {
         config.validate()?;
+        let given = encoding.config();
+        if config.encoding != given {
+            let [stated, given] = [&config.encoding, &given].map(json::text);
+            bail!(
+                "llama: the configuration's encoding is {stated}, the one given {given}; \
+                 set the configuration's to what Encoding::config says"
+            )
+        }
+        Self::assemble(config, encoding, vb)
+    }
+
+    fn assemble(config: &LlamaConfig, encoding: Arc<dyn Encoding>, vb: VarBuilder) -> Result<Self> {
         if !can_compute(vb.dtype()) {
             bail!(
                 "llama: weights cannot be {:?}, only F64, F32, F16 or BF16",

@@ -64,6 +64,10 @@ struct Treacherous {
 }
 
 impl Encoding for Treacherous {
+    fn config(&self) -> EncodingConfig {
+        self.inner.config()
+    }
+
     fn embed(&self, x: &Tensor, positions: &Positions) -> Result<Tensor> {
         self.inner.embed(x, positions)
     }

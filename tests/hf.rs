@@ -277,6 +277,9 @@ fn model_saved_and_loaded_gives_the_same_bits_with_every_encoding() {
     for ((name, config), kind) in models {
         let folder = tempfile::tempdir().unwrap();
         let (model, vars) = trained(&config, DType::F32).unwrap();
+        let weights = vars.builder(DType::F32, &CPU).pp("model");
+        let built = config.encoding.build(&config.dims(), weights).unwrap();
+        assert_eq!(built.config(), config.encoding, "{name}");
         hf::save(&folder, &config, &vars, &SaveOptions::default()).unwrap();
         assert_eq!(config_of(folder.path())["model_type"], kind, "{name}");
         let saved = ModelFolder::open(&folder).unwrap();

@@ -678,7 +678,11 @@ fn hooks_are_called_in_order_with_the_shapes_they_state() -> Result<()> {
     let recorder = Arc::new(Recorder::default());
     let vars = SeededVars::new(6);
     let vb = vars.builder(DType::F64, &Device::Cpu);
-    let model = Llama::with_encoding(&config, recorder.clone(), vb.clone())?;
+    let with_recorder = LlamaConfig {
+        encoding: recorder.config(),
+        ..config.clone()
+    };
+    let model = Llama::with_encoding(&with_recorder, recorder.clone(), vb.clone())?;
     let model = model.with_backend(BACKENDS[0]);
     let tokens = tokens(2, 5, 42)?;
     let logits = whole(&model, &tokens, &Positions::first(5))?;

@@ -309,7 +309,7 @@ fn gradients_recomputed_of_weights_that_all_layers_share_equal_kept_ones() -> Re
         angles: vb.get((1, 1, T, 4), "angles")?,
         gain: vb.get(1, "gain")?,
     };
-    let config = config(EncodingConfig::Nope, true);
+    let config = config(encoding.config(), true);
     let model = Llama::with_encoding(&config, Arc::new(encoding), vb)?;
     stir(&vars)?;
     assert_same("shared", &model, &Positions::first(T), &vars.named(), 1e-12)?;

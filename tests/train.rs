@@ -1,7 +1,7 @@
 //! Training: the optimiser against the paper, gradients in parts, precision, interruption, and what is refused.
 
 use candle_core::{DType, Device, Result, Tensor, Var};
-use candle_nn::{Init, Optimizer, ParamsAdamW};
+use candle_nn::{Init, Optimizer, ParamsAdamW, VarBuilder};
 use candle_posenc::encoding::{PhaseNorm, RopeConfig, TapaConfig, TapeConfig};
 use candle_posenc::hf::ModelFolder;
 use candle_posenc::train::{
@@ -11,6 +11,7 @@ use candle_posenc::train::{
 use candle_posenc::{Ctx, Encoding, EncodingConfig, Llama, LlamaConfig, Positions, SeededVars};
 use proptest::prelude::*;
 use proptest::test_runner::RngSeed;
+use serde_json::{json, Value};
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -519,32 +520,125 @@ fn run_resumed_gives_the_bits_of_one_without_interruption() {
     }
 }
 
-/// An encoding that the configuration does not tell of.
-struct Scaled(Tensor);
+/// An encoding of the caller's own: embeddings times a learned gain and a factor.
+struct Scaled {
+    gain: Tensor,
+    factor: f64,
+    description: Value,
+}
+
+impl Scaled {
+    fn new(factor: f64, vb: &VarBuilder) -> Self {
+        Self {
+            gain: vb.get_with_hints(1, "gain", Init::Const(1.)).unwrap(),
+            factor,
+            description: json!({"name": "scaled", "factor": factor}),
+        }
+    }
+}
 
 impl Encoding for Scaled {
-    fn embed(&self, x: &Tensor, _: &Positions) -> Result<Tensor> {
-        x.broadcast_mul(&self.0)
+    fn config(&self) -> EncodingConfig {
+        EncodingConfig::Custom {
+            description: self.description.clone(),
+        }
     }
+
+    fn embed(&self, x: &Tensor, _: &Positions) -> Result<Tensor> {
+        x.broadcast_mul(&self.gain)? * self.factor
+    }
+}
+
+/// A run of a model with such an encoding.
+fn scaled_run(change: impl FnOnce(Scaled) -> Scaled) -> Trainer {
+    let parameters = Parameters::new(SeededVars::new(1));
+    let vb = parameters.builder(DType::F32, &DEVICE);
+    let encoding = change(Scaled::new(0.5, &vb));
+    let sizes = sizes(encoding.config());
+    let model = Llama::with_encoding(&sizes, Arc::new(encoding), vb).unwrap();
+    Trainer::new(model, parameters, text(), recipe()).unwrap()
 }
 
 #[test]
 fn run_with_an_encoding_of_ones_own_is_resumed() {
-    let start = || {
-        let parameters = Parameters::new(SeededVars::new(1));
-        let vb = parameters.builder(DType::F32, &DEVICE);
-        let gain = vb.get_with_hints(1, "gain", Init::Const(1.)).unwrap();
-        let sizes = sizes(EncodingConfig::Nope);
-        let model = Llama::with_encoding(&sizes, Arc::new(Scaled(gain)), vb).unwrap();
-        Trainer::new(model, parameters, text(), recipe()).unwrap()
-    };
     let run = tempfile::tempdir().unwrap();
-    let mut first = start();
+    let mut first = scaled_run(|encoding| encoding);
     steps(&mut first, 3);
-    first.save(run.path()).unwrap();
-    let mut second = start();
+    let saved = first.save(run.path()).unwrap();
+    let mut second = scaled_run(|encoding| encoding);
     second.resume(run.path()).unwrap().unwrap();
     assert_eq!(snapshot(&first), snapshot(&second));
+
+    // What it holds is a model's folder, which loads with that encoding and no other.
+    let saved = ModelFolder::open(saved).unwrap();
+    assert_eq!(saved.config(), first.model().config());
+    let error = saved.load(DType::F32, &DEVICE).err().unwrap().to_string();
+    assert!(
+        error.contains("\"name\":\"scaled\"") && error.contains("with_encoding"),
+        "{error}"
+    );
+    let load = |factor: f64| {
+        let vb = saved.builder(DType::F32, &DEVICE);
+        let encoding = Arc::new(Scaled::new(factor, &vb));
+        Llama::with_encoding(saved.config(), encoding, vb)
+    };
+    let error = load(0.25).err().unwrap().to_string();
+    assert!(error.contains("0.25") && error.contains("0.5"), "{error}");
+    let tokens = Tensor::new(&[[3u32, 1, 4, 1, 5]], &DEVICE).unwrap();
+    let logits = |model: &Llama| {
+        let logits = model.forward(&tokens, &mut Ctx::default()).unwrap();
+        logits.flatten_all().unwrap().to_vec1::<f32>().unwrap()
+    };
+    assert_eq!(logits(&load(0.5).unwrap()), logits(first.model()));
+}
+
+#[test]
+fn run_with_another_encoding_of_ones_own_is_not_resumed() {
+    let run = tempfile::tempdir().unwrap();
+    let mut first = scaled_run(|encoding| encoding);
+    steps(&mut first, 1);
+    first.save(run.path()).unwrap();
+    let mut other = scaled_run(|encoding| Scaled {
+        factor: 0.25,
+        description: json!({"name": "scaled", "factor": 0.25}),
+        ..encoding
+    });
+    let before = snapshot(&other);
+    let error = other.resume(run.path()).unwrap_err().to_string();
+    let told = "model.encoding.description.factor is 0.5 there, 0.25 here";
+    assert!(error.contains(told), "{error}");
+    assert_eq!(snapshot(&other), before);
+    // Nor one of the crate's.
+    let mut plain = trainer(EncodingConfig::Nope, DType::F32, recipe());
+    let error = plain.resume(run.path()).unwrap_err().to_string();
+    assert!(error.contains("model.encoding."), "{error}");
+}
+
+#[test]
+fn run_with_an_encoding_that_does_not_say_what_it_is_is_not_saved() {
+    let run = tempfile::tempdir().unwrap();
+    let mut trainer = scaled_run(|encoding| Scaled {
+        description: Value::Null,
+        ..encoding
+    });
+    steps(&mut trainer, 1);
+    let error = trainer.save(run.path()).unwrap_err().to_string();
+    assert!(error.contains("implement Encoding::config"), "{error}");
+    assert_eq!(fs::read_dir(run.path()).unwrap().count(), 0);
+    steps(&mut trainer, 1);
+}
+
+#[test]
+fn model_whose_configuration_names_another_encoding_is_refused() {
+    let vars = SeededVars::new(1);
+    let vb = vars.builder(DType::F32, &DEVICE);
+    let encoding = Arc::new(Scaled::new(0.5, &vb));
+    let error = Llama::with_encoding(&sizes(rope()), encoding, vb);
+    let error = error.err().unwrap().to_string();
+    assert!(
+        error.contains("\"type\":\"rope\"") && error.contains("\"name\":\"scaled\""),
+        "{error}"
+    );
 }
 
 #[test]

@@ -10,7 +10,7 @@
 //! # Deviations
 //! An odd C is allowed: its last coordinate is a sine without its cosine. Padding (a negative position) gets zero added.
 
-use super::{Encoding, ModelDims};
+use super::{Encoding, EncodingConfig, ModelDims};
 use crate::positions::{PositionTable, Positions};
 use candle_core::{bail, Device, Result, Tensor};
 use candle_nn::{Init, VarBuilder};
@@ -58,6 +58,7 @@ impl Default for AbsoluteConfig {
 /// An absolute encoding: adds a table to the embeddings.
 #[derive(Debug, Clone)]
 pub struct Absolute {
+    config: AbsoluteConfig,
     table: Table,
     width: usize,
     /// What embeddings are multiplied by.
@@ -108,6 +109,7 @@ impl Absolute {
             }
         };
         Ok(Self {
+            config: config.clone(),
             table,
             width: dims.width,
             scale,
@@ -168,6 +170,10 @@ impl Absolute {
 }
 
 impl Encoding for Absolute {
+    fn config(&self) -> EncodingConfig {
+        EncodingConfig::Absolute(self.config.clone())
+    }
+
     fn updates(&self, _layer: usize) -> bool {
         false
     }

@@ -12,7 +12,7 @@
 //! other slope of 2P heads, from its first. Without a causal mask the bias is symmetric, the variant the authors
 //! recommend for encoders; the paper treats only m ≥ n.
 
-use super::{Encoding, ModelDims};
+use super::{Encoding, EncodingConfig, ModelDims};
 use crate::attend::Score;
 use candle_core::{bail, Result};
 use serde::{Deserialize, Serialize};
@@ -30,6 +30,7 @@ pub struct AlibiConfig {
 /// ALiBi: biases scores by the distance.
 #[derive(Debug, Clone)]
 pub struct Alibi {
+    config: AlibiConfig,
     slopes: Arc<[f64]>,
 }
 
@@ -54,6 +55,7 @@ impl Alibi {
             bail!("alibi: slope {slope} of head {h} is not finite")
         }
         Ok(Self {
+            config: config.clone(),
             slopes: slopes.into(),
         })
     }
@@ -78,6 +80,10 @@ pub fn alibi_slopes(heads: usize) -> Vec<f64> {
 }
 
 impl Encoding for Alibi {
+    fn config(&self) -> EncodingConfig {
+        EncodingConfig::Alibi(self.config.clone())
+    }
+
     fn updates(&self, _layer: usize) -> bool {
         false
     }

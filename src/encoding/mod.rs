@@ -101,6 +101,16 @@ pub struct ModelDims {
 ///
 /// Implement this for an encoding of your own and give it to `Llama::with_encoding`.
 pub trait Encoding: Send + Sync {
+    /// What this encoding is: what a model's `config.json` says of it, and what a checkpoint compares when a run goes on.
+    /// One of the caller's own is an [`EncodingConfig::Custom`] with its name and its parameters in the description, all
+    /// by which it may differ from another. As long as it does not say, a model with it computes and trains, but cannot
+    /// be saved. An encoding that wraps another without changing what is computed passes this on.
+    fn config(&self) -> EncodingConfig {
+        EncodingConfig::Custom {
+            description: Value::Null,
+        }
+    }
+
     /// Adds to the token embeddings.
     ///
     /// # Shapes
@@ -184,6 +194,12 @@ pub enum EncodingConfig {
     Tapa(TapaConfig),
     /// Contextualized equivariant encoding.
     Tape(TapeConfig),
+    /// One of the caller's own, which [`Encoding::config`] describes and [`Llama::with_encoding`](crate::Llama::with_encoding)
+    /// takes.
+    Custom {
+        /// What tells it from any other, such as `json!({"name": "interleaved", "every": 2})`; null where it does not say.
+        description: Value,
+    },
 }
 
 impl EncodingConfig {
@@ -211,6 +227,9 @@ impl EncodingConfig {
             Self::Alibi(config) => Arc::new(Alibi::new(config, dims)?),
             Self::Tapa(config) => Arc::new(Tapa::new(config, dims, vb)?),
             Self::Tape(config) => Arc::new(Tape::new(config, dims, vb)?),
+            Self::Custom { description } => bail!(
+                "encoding: {description} is not of this crate; build it and give it to Llama::with_encoding"
+            ),
         })
     }
 
@@ -220,6 +239,16 @@ impl EncodingConfig {
             Self::Rope(config) => config.to_hf(dims),
             _ => None,
         }
+    }
+
+    /// Whether this is an encoding of the caller's own that does not say what it is.
+    pub(crate) fn is_anonymous(&self) -> bool {
+        matches!(
+            self,
+            Self::Custom {
+                description: Value::Null
+            }
+        )
     }
 
     /// Whether published checkpoints of a model of so many layers hold a tensor of this name that no layer reads.

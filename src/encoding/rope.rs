@@ -14,7 +14,9 @@
 //! made in f32 is off by 1e-2.
 
 use super::rope_scaling::{agreed, Setting};
-use super::{Ctx, Encoding, ModelDims, PosState, Qkv, RopeFrequencies, RopeScaling};
+use super::{
+    Ctx, Encoding, EncodingConfig, ModelDims, PosState, Qkv, RopeFrequencies, RopeScaling,
+};
 use crate::json::{brief, Fields};
 use crate::positions::Positions;
 use crate::rotate::{rotate, Layout, Rotation};
@@ -321,6 +323,10 @@ impl Rope {
 }
 
 impl Encoding for Rope {
+    fn config(&self) -> EncodingConfig {
+        EncodingConfig::Rope(self.config.clone())
+    }
+
     fn updates(&self, _layer: usize) -> bool {
         false
     }

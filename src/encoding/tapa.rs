@@ -21,7 +21,7 @@ mod gpu;
 #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
 mod launch;
 
-use super::{Encoding, ModelDims, PosState, Qkv};
+use super::{Encoding, EncodingConfig, ModelDims, PosState, Qkv};
 use crate::attend::Score;
 use candle_core::{bail, DType, Result, Tensor};
 use candle_nn::{Init, VarBuilder};
@@ -102,10 +102,9 @@ impl Default for PhaseNorm {
 /// `layers.{i}.self_attn.phase_gain_k` (G); else it has none.
 #[derive(Debug)]
 pub struct Tapa {
+    config: TapaConfig,
     head_dim: usize,
     amp_dim: usize,
-    alpha: f64,
-    phase: PhaseForm,
     /// Of each layer.
     gains: Vec<Option<Gains>>,
 }
@@ -144,8 +143,8 @@ impl Tapa {
         let TapaConfig {
             theta,
             alpha,
-            phase,
             phase_norm,
+            ..
         } = *config;
         if !(alpha.is_finite() && alpha > 0.) {
             bail!("tapa: alpha {alpha} must be finite and above 0")
@@ -162,10 +161,9 @@ impl Tapa {
             })
             .collect::<Result<_>>()?;
         Ok(Self {
+            config: config.clone(),
             head_dim: dims.head_dim,
             amp_dim: amplitude_width(theta, dims.head_dim)?,
-            alpha,
-            phase,
             gains,
         })
     }
@@ -181,7 +179,7 @@ impl Tapa {
             )
         }
         #[cfg(feature = "cuda")]
-        if let (PhaseForm::Quadratic, Some(gain)) = (self.phase, gain) {
+        if let (PhaseForm::Quadratic, Some(gain)) = (self.config.phase, gain) {
             if gpu::takes(&x, gain) {
                 return gpu::normalise(&x, gain, self.amp_dim);
             }
@@ -200,7 +198,7 @@ impl Tapa {
             Some(gain) => gain.normalise(&phase)?,
             None => phase,
         };
-        let parts = match self.phase {
+        let parts = match self.config.phase {
             PhaseForm::Quadratic => vec![amplitude, phase.to_dtype(dtype)?.contiguous()?],
             PhaseForm::Linear => {
                 let sums = split(&phase.sum_keepdim(3)?, dtype)?;
@@ -218,6 +216,10 @@ impl Tapa {
 }
 
 impl Encoding for Tapa {
+    fn config(&self) -> EncodingConfig {
+        EncodingConfig::Tapa(self.config.clone())
+    }
+
     fn updates(&self, _layer: usize) -> bool {
         false
     }
@@ -226,7 +228,7 @@ impl Encoding for Tapa {
         let Some(gains) = self.gains.get(layer) else {
             bail!("tapa: layer {layer} of {}", self.gains.len())
         };
-        if gains.is_none() && self.phase == PhaseForm::Quadratic {
+        if gains.is_none() && self.config.phase == PhaseForm::Quadratic {
             return Ok(qkv);
         }
         let Qkv { q, k, v } = qkv;
@@ -245,7 +247,7 @@ impl Encoding for Tapa {
         let phase_dim = self.head_dim - self.amp_dim;
         Score::Phase {
             amp_dim: self.amp_dim,
-            alpha: self.alpha,
+            alpha: self.config.alpha,
             phase_scale: Some(1. / (phase_dim as f64).sqrt()),
         }
     }

@@ -35,7 +35,7 @@ mod launch;
 
 use super::mix::mix_heads;
 use super::pack::pack_value;
-use super::{Ctx, Encoding, ModelDims, PosState, Qkv, RopeConfig};
+use super::{Ctx, Encoding, EncodingConfig, ModelDims, PosState, Qkv, RopeConfig};
 use crate::positions::Positions;
 use crate::rotate::{rotate, Layout, Rotation};
 use candle_core::{bail, DType, Result, Tensor};
@@ -315,6 +315,10 @@ impl Tape {
 }
 
 impl Encoding for Tape {
+    fn config(&self) -> EncodingConfig {
+        EncodingConfig::Tape(self.config.clone())
+    }
+
     fn begin(&self, x: &Tensor, positions: &Positions, ctx: &mut Ctx) -> Result<PosState> {
         let (batch, tokens, _) = x.dims3()?;
         if tokens != positions.len() {

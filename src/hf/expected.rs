@@ -13,7 +13,7 @@ use std::sync::{Mutex, PoisonError};
 pub(super) type Shapes = BTreeMap<String, Vec<usize>>;
 
 /// The names of what a model of this configuration asks for, where the tensors of `given` are there; all of it is in
-/// `given`, in the right shape.
+/// `given`, in the right shape. All other tensors are taken for the encoding's where that is the caller's own.
 ///
 /// A configuration may claim any size. The model is built without an encoding first, and no further than `given`
 /// reaches, so that when an encoding makes its tables, all sizes are those of tensors that exist.
@@ -22,7 +22,12 @@ pub(super) fn expected(config: &LlamaConfig, given: &Shapes) -> Result<BTreeSet<
         encoding: EncodingConfig::Nope,
         ..config.clone()
     };
-    ask(&plain, given)?;
+    let mut asked = ask(&plain, given)?;
+    if let EncodingConfig::Custom { .. } = config.encoding {
+        // Nobody here knows what an encoding of the caller's own asks for.
+        asked.extend(given.keys().filter(|name| *name != HEAD).cloned());
+        return Ok(asked);
+    }
     ask(config, given)
 }
 

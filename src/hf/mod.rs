@@ -2,7 +2,9 @@
 //!
 //! [`ModelFolder`] reads one, [`save`] writes one. A LLaMA with RoPE is written so that transformers 4 and 5 load it; a
 //! model with another encoding keeps the encoding's parameters in `config.json` and its weights beside the others, under
-//! a `model_type` that other programs do not know.
+//! a `model_type` that other programs do not know. So does a model with an encoding of the caller's own, by the
+//! description that [`Encoding::config`](crate::Encoding::config) gives; [`ModelFolder::load`] refuses it by that description,
+//! and [`Llama::with_encoding`] with [`ModelFolder::builder`] loads it.
 //!
 //! ```
 //! use candle_core::{DType, Device, Tensor};

@@ -61,7 +61,8 @@ impl Default for SaveOptions {
 /// ```
 ///
 /// # Errors
-/// When the configuration is not [valid](LlamaConfig::validate) or would not be the same when read again; when a weight is
+/// When the configuration is not [valid](LlamaConfig::validate), would not be the same when read again, or its encoding is
+/// the caller's own and [does not say what it is](crate::Encoding::config); when a weight is
 /// missing, has another shape, is not made of floats or is not the model's; when a file cannot be written. Then the folder
 /// is as it was, unless it was the last step, giving names, that failed.
 pub fn save(
@@ -134,6 +135,12 @@ fn check(
     options: &SaveOptions,
 ) -> Result<()> {
     config.validate()?;
+    if config.encoding.is_anonymous() {
+        bail!(
+            "the model's encoding is the caller's own and does not say what it is, so what is saved could be taken for \
+             another model; implement Encoding::config"
+        )
+    }
     if let Some(dtype) = options.dtype.filter(|dtype| !can_compute(*dtype)) {
         bail!("weights cannot be converted to {dtype:?}, only to F64, F32, F16 or BF16")
     }

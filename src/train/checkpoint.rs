@@ -458,7 +458,12 @@ pub(super) fn write(
     let step = state.step;
     let folder = run.join(name_of(step));
     let staged = StagedFolder::create(&folder)?;
-    write_model(staged.path(), &state.model, masters)?;
+    hf::save(
+        staged.path(),
+        &state.model,
+        masters,
+        &SaveOptions::default(),
+    )?;
     let moments = moments_by_name(optimiser)?;
     let moments = moments.iter().map(|(name, tensor)| (name.as_str(), tensor));
     write_file(&staged.path().join(OPTIMISER), |w| {
@@ -500,15 +505,6 @@ impl Contents {
         let mut same = self.clone();
         same.state.seconds = other.state.seconds;
         same == *other
-    }
-}
-
-/// The model as a folder that [`hf::ModelFolder`] opens, where the configuration tells all about it; of a model with an
-/// encoding of the caller's own only the weights.
-fn write_model(folder: &Path, config: &LlamaConfig, masters: &SeededVars) -> Result<()> {
-    match hf::save(folder, config, masters, &SaveOptions::default()) {
-        Ok(()) => Ok(()),
-        Err(_) => masters.save(folder.join("model.safetensors")),
     }
 }
 
