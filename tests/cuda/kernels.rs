@@ -1,4 +1,4 @@
-//! The kernels themselves: every one loads, none spills, and the tests above have run every one of attention's.
+//! The kernels themselves: every one loads, none spills, and the tests above have run every one.
 
 #[allow(dead_code)] // the tests read only what names a kernel
 #[path = "../../src/attend/cuda/tiles.rs"]
@@ -36,7 +36,6 @@ fn all() -> BTreeSet<String> {
 }
 
 /// Those of layers and of training, which no plan names.
-#[cfg(feature = "cuda")]
 fn outside_attention() -> Vec<String> {
     let mut names = vec!["optimiser_gather".to_string()];
     for dtype in ["f32", "f64", "bf16", "f16"] {
@@ -103,7 +102,6 @@ fn loads(_: &Target, report: &mut Report) -> Result<()> {
 }
 
 /// Those of rotation, of TAPE's state, of TAPA's phase norm and of heads put side by side.
-#[cfg(feature = "cuda")]
 fn beside_attention() -> Vec<String> {
     let named = |kernels: &[&str], types: &[&str]| -> Vec<String> {
         let pairs = kernels
@@ -199,11 +197,24 @@ pub fn coverage() -> Vec<Test> {
                 });
             }
         }
-        for kernel in launched.iter().filter(|name| name.starts_with("attend_")) {
-            report.check(
-                all().contains(kernel) || behind_plans().contains(kernel),
-                || format!("{kernel} was launched and is in no list"),
-            );
+        let others: BTreeSet<String> = [outside_attention(), beside_attention()]
+            .into_iter()
+            .flatten()
+            .collect();
+        if target.is_gpu() {
+            for kernel in &others {
+                report.check(launched.contains(kernel), || {
+                    format!("{kernel} has not run")
+                });
+            }
+        }
+        for kernel in &launched {
+            let known = [all(), behind_plans()]
+                .iter()
+                .any(|list| list.contains(kernel));
+            report.check(known || others.contains(kernel), || {
+                format!("{kernel} was launched and is in no list")
+            });
         }
         Ok(())
     })]

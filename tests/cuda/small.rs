@@ -85,11 +85,16 @@ pub fn tests() -> Vec<Test> {
             target.as_on((8, 6), || {
                 for dtype in [DType::BF16, DType::F16] {
                     for (i, _) in SCORES.into_iter().enumerate() {
-                        let (_, score, manner) = families(4, 128, dtype).swap_remove(i);
-                        let dims = Dims::square(4, 2, 67, 128);
-                        let call = Call::causal(dims).with_score(score);
-                        let inputs = Inputs::new(dims, Fill::Normal, 6, dtype);
-                        target.check_gradients(&call, &inputs, manner, report)?;
+                        for e in [128, 256] {
+                            let (_, score, manner) = families(4, 128, dtype).swap_remove(i);
+                            let dims = Dims {
+                                e,
+                                ..Dims::square(4, 2, 67, 128)
+                            };
+                            let call = Call::causal(dims).with_score(score);
+                            let inputs = Inputs::new(dims, Fill::Normal, 6, dtype);
+                            target.check_gradients(&call, &inputs, manner, report)?;
+                        }
                     }
                 }
                 Ok(())
