@@ -1,7 +1,8 @@
 // The cross-entropy of a chunk of tokens from their logits l (rows, V), and the gradient of the logits.
 //
 // A row's loss is log(sum of exp(l - greatest)) - (l_y - greatest) with y its target; with g its upstream gradient and
-// p = exp(l - greatest) / sum, the logits' gradient is g (p - onehot(y)). A row belongs to a team of threads, a warp, or
+// p = exp(l - greatest) / sum, the logits' gradient is g (p - onehot(y)): as it is, or for tensor cores as the sum of two
+// bf16 numbers, the second of which is what rounding took from the first (16 bits together). A row belongs to a team of threads, a warp, or
 // for wide rows a block, which reads it twice: for its greatest, then, from a cache, for its sum. All sums have a fixed
 // order.
 #include "element.cuh"
@@ -11,14 +12,15 @@ struct EntropyCall {
     const int64_t *targets;  // (rows)
     void *greatest, *sum;    // (rows): results, backward operands
     const void *grad;        // backward: (rows)
-    void *out;               // (rows) losses; backward: (rows, width), may be `logits`
+    void *out;               // (rows) losses; backward: (rows, width), may be `logits` unless split
+    void *rest;              // backward, split: (rows, width), what rounding took
     int64_t rows;
     int width;
     int team;                // 32 or 256
     int vector;              // whether rows are whole eights, in pieces of 16 bytes
     int reserved;
 };
-static_assert(sizeof(EntropyCall) == 72, "");
+static_assert(sizeof(EntropyCall) == 80, "");
 
 namespace {
 
@@ -81,7 +83,7 @@ template <class Real, bool VECTOR, int TEAM> DEVICE void forward(const EntropyCa
     }
 }
 
-template <class Real, bool VECTOR, int TEAM> DEVICE void backward(const EntropyCall &call) {
+template <class Real, bool VECTOR, int TEAM, bool SPLIT = false> DEVICE void backward(const EntropyCall &call) {
     constexpr int TEAMS = THREADS / TEAM;
     for (int64_t row = (int64_t)blockIdx.x * TEAMS + threadIdx.x / TEAM; row < call.rows; row += (int64_t)gridDim.x * TEAMS) {
         const Real *logits = (const Real *)call.logits + row * call.width;
@@ -97,23 +99,40 @@ template <class Real, bool VECTOR, int TEAM> DEVICE void backward(const EntropyC
                 in[i] = exponential(in[i] - greatest) * factor;
                 if (column + i == target) in[i] -= grad;
             }
-            store_eight<VECTOR>((Real *)call.out + row * call.width + column, in, left);
+            int64_t at = row * call.width + column;
+            if constexpr (SPLIT) {
+                Real rest[EIGHT];
+#pragma unroll
+                for (int i = 0; i < EIGHT; i++) {
+                    Real high = rounded<__nv_bfloat16>(in[i]);
+                    rest[i] = isinf(high) ? Real(0) : in[i] - high;
+                }
+                store_eight<VECTOR>((__nv_bfloat16 *)call.out + at, in, left);
+                store_eight<VECTOR>((__nv_bfloat16 *)call.rest + at, rest, left);
+            } else {
+                store_eight<VECTOR>((Real *)call.out + at, in, left);
+            }
         }
     }
 }
 
+template <class Real, bool VECTOR, int TEAM> DEVICE void split(const EntropyCall &call) {
+    backward<Real, VECTOR, TEAM, true>(call);
+}
+
 } // namespace
 
-#define KERNEL(way, type, Real)                                                                          \
+#define KERNEL(name, way, Real)                                                                          \
     extern "C" __global__ void __launch_bounds__(THREADS)                                                \
-        cross_entropy_##way##_##type(const __grid_constant__ EntropyCall call) {                         \
+        cross_entropy_##name(const __grid_constant__ EntropyCall call) {                         \
         if (call.team == 32)                                                                             \
             call.vector ? way<Real, true, 32>(call) : way<Real, false, 32>(call);                        \
         else                                                                                             \
             call.vector ? way<Real, true, THREADS>(call) : way<Real, false, THREADS>(call);              \
     }
 
-KERNEL(forward, f32, float)
-KERNEL(backward, f32, float)
-KERNEL(forward, f64, double)
-KERNEL(backward, f64, double)
+KERNEL(forward_f32, forward, float)
+KERNEL(backward_f32, backward, float)
+KERNEL(backward_split, split, float)
+KERNEL(forward_f64, forward, double)
+KERNEL(backward_f64, backward, double)

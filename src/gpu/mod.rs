@@ -9,6 +9,8 @@ mod copy;
 mod memory;
 #[cfg(feature = "cuda")]
 mod module;
+#[cfg(feature = "cuda")]
+mod product;
 mod rows;
 #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
 mod strided;
@@ -23,6 +25,8 @@ pub(crate) use memory::{filled, in_eights, keep_freed, kept, upload, Held};
 pub use module::{choose_kernels_as_on, kernel_launches, kernel_resources, KernelResources};
 #[cfg(feature = "cuda")]
 pub(crate) use module::{compute_capability, launch, IMAGES};
+#[cfg(feature = "cuda")]
+pub(crate) use product::product;
 #[cfg_attr(not(feature = "cuda"), allow(unused_imports))]
 pub(crate) use strided::{Strided, RUN_BYTES};
 #[cfg(feature = "cuda")]

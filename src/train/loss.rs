@@ -12,8 +12,9 @@
 //! That is one product of matrices more than to keep the logits: four where there were three. Where all tokens fit one
 //! chunk, what it was made from is kept and there are three.
 //!
-//! On a GPU a chunk's losses are one kernel, and so is its ds. The products are in f32 there as well, on its ordinary
-//! cores: a bf16 product would round the logits to 8 bits.
+//! On a GPU a chunk's losses are one kernel, and so is its ds. Products of f32 are made by its ordinary cores. Where h and
+//! W are bf16 its tensor cores make them, which add up exact products in f32 and leave them there: the logits are not
+//! rounded. Of ds they take two bf16 numbers that add up to it in 16 bits.
 
 mod call;
 #[cfg(feature = "cuda")]
@@ -44,7 +45,8 @@ fn chunk_on(device: &Device) -> usize {
 /// f32), at least a token.
 ///
 /// Differentiable in `hidden` and `head`. Products, softmax and the sum of the head's gradient are in f32 whatever the
-/// inputs' dtypes (f64 where one of them is f64), and each gradient is rounded once. A token whose target is negative
+/// inputs' dtypes (f64 where one of them is f64), and each gradient is rounded once. On an NVIDIA GPU, where both inputs are
+/// bf16, tensor cores multiply; then the logits' gradient goes into its products with 16 bits. A token whose target is negative
 /// is left out: its loss is 0, it passes no gradient, and its hidden state is not read. Logits may be of any size; nothing
 /// is clamped, so an infinity or a NaN in an input goes where arithmetic takes it.
 ///
@@ -221,9 +223,14 @@ fn losses_of(hidden: &Tensor, head: &Tensor, targets: &Targets, chunk: usize) ->
         (Some(places), true) => Some(tensor(&inverse(places, b * t))?),
         _ => None,
     };
+    let halves = [hidden, head].iter().all(|x| x.dtype() == DType::BF16);
     let op = CrossEntropy {
         spread,
         dtype,
+        operands: match cfg!(feature = "cuda") && device.is_cuda() && halves {
+            true => DType::BF16,
+            false => dtype,
+        },
         chunk: (chunk / vocab).max(1),
         ids: tensor(&targets.ids)?,
         places: targets.places.as_deref().map(tensor).transpose()?,
@@ -255,6 +262,8 @@ fn inverse(places: &[i64], tokens: usize) -> Vec<i64> {
 struct CrossEntropy {
     /// What everything is computed in.
     dtype: DType,
+    /// What products are made of; if another, by tensor cores.
+    operands: DType,
     /// Tokens in a chunk.
     chunk: usize,
     /// (N,) of the tokens that count.
@@ -294,7 +303,19 @@ impl CrossEntropy {
             Some(places) => hidden.index_select(&places.narrow(0, start, len)?, 0)?,
             None => hidden.narrow(0, start, len)?,
         };
-        rows.to_dtype(self.dtype)
+        rows.to_dtype(self.operands)
+    }
+
+    /// The sum of x·y over the summands x.
+    fn product(&self, summands: &[Tensor], y: &Tensor) -> Result<Tensor> {
+        #[cfg(feature = "cuda")]
+        if self.operands != self.dtype {
+            return crate::gpu::product(summands, y);
+        }
+        match summands {
+            [x] => x.matmul(y),
+            _ => bail!("loss: a product of {} summands", summands.len()),
+        }
     }
 
     /// (n, 1) target ids of a chunk.
@@ -305,11 +326,11 @@ impl CrossEntropy {
     /// Computes the losses. `keep` is whether a backward pass may follow.
     fn forward(mut self, hidden: &Tensor, head: &Tensor, keep: bool) -> Result<Self> {
         let hidden = hidden.contiguous()?;
-        let head = head.to_dtype(self.dtype)?; // (V,C)
+        let head = head.to_dtype(self.operands)?.contiguous()?; // (V,C)
         let chunks: Vec<_> = self.chunks()?.collect();
         let mut losses = Vec::with_capacity(chunks.len());
         for &chunk in &chunks {
-            let logits = self.rows(&hidden, chunk)?.matmul(&head.t()?)?; // (n,V)
+            let logits = self.product(&[self.rows(&hidden, chunk)?], &head.t()?)?; // (n,V)
             #[cfg(feature = "cuda")]
             if logits.device().is_cuda() {
                 let targets = self.ids.narrow(0, chunk.0, chunk.1)?;
@@ -362,7 +383,7 @@ impl CrossEntropy {
         zeros.index_add(places, &counted, 0)
     }
 
-    /// ds (n, V) of a chunk, whose hidden states are `rows`.
+    /// Summands of ds (n, V) of a chunk, whose hidden states are `rows`.
     fn logits_gradient(
         &self,
         rows: &Tensor,
@@ -374,14 +395,14 @@ impl CrossEntropy {
             sum,
             kept,
         }: &Softmax,
-    ) -> Result<Tensor> {
-        let logits = || rows.matmul(&weights.t()?);
+    ) -> Result<Vec<Tensor>> {
+        let logits = || self.product(std::slice::from_ref(rows), &weights.t()?);
         let g = upstream.narrow(0, chunk.0, chunk.1)?; // (n,)
         #[cfg(feature = "cuda")]
         if rows.device().is_cuda() {
             let logits = kept.clone().map_or_else(logits, Ok)?;
             let targets = self.ids.narrow(0, chunk.0, chunk.1)?;
-            return cuda::gradient(&logits, &targets, [greatest, sum], &g);
+            return cuda::gradient(&logits, &targets, [greatest, sum], &g, self.operands);
         }
         let exponentials = match kept {
             Some(exponentials) => exponentials.clone(),
@@ -391,7 +412,7 @@ impl CrossEntropy {
         let ds = exponentials.broadcast_mul(&(&g / sum)?)?; // (n,V)
         drop(exponentials);
         ds.scatter_add_set(&self.chosen(chunk)?, &g.neg()?, 1)?;
-        Ok(ds)
+        Ok(vec![ds])
     }
 
     /// dh (B, T, C) and dW (V, C), where they are wanted.
@@ -406,7 +427,8 @@ impl CrossEntropy {
             let zeros = |x: &Tensor, wanted: bool| wanted.then(|| x.zeros_like()).transpose();
             return Ok((zeros(hidden, dh_wanted)?, zeros(head, dw_wanted)?));
         }
-        let (hidden, weights) = (hidden.contiguous()?, head.to_dtype(self.dtype)?);
+        let hidden = hidden.contiguous()?;
+        let weights = head.to_dtype(self.operands)?.contiguous()?;
         let upstream = upstream.flatten_all()?.to_dtype(self.dtype)?;
         let upstream = match &self.places {
             Some(places) => upstream.index_select(places, 0)?,
@@ -418,10 +440,11 @@ impl CrossEntropy {
             let rows = self.rows(&hidden, chunk)?;
             let ds = self.logits_gradient(&rows, &weights, &upstream, chunk, softmax)?; // (n,V)
             if dh_wanted {
-                dh.push(ds.matmul(&weights)?.to_dtype(hidden.dtype())?);
+                dh.push(self.product(&ds, &weights)?.to_dtype(hidden.dtype())?);
             }
             if dw_wanted {
-                let part = ds.t()?.matmul(&rows)?; // (V,C)
+                let turned = ds.iter().map(Tensor::t).collect::<Result<Vec<_>>>()?;
+                let part = self.product(&turned, &rows)?; // (V,C)
                 dw = Some(match dw {
                     Some(sum) => (sum + part)?,
                     None => part,
@@ -546,6 +569,7 @@ mod tests {
         let (b, t) = losses.dims2()?;
         let upstream = Tensor::arange(0u32, (b * t) as u32, &CPU)?.to_dtype(losses.dtype())?;
         let upstream = ((upstream * 0.7)?.sin()? + 1.2)?.reshape((b, t))?;
+        let upstream = upstream.to_device(losses.device())?;
         let gradients = (&losses * upstream)?.sum_all()?.backward()?;
         let gradient = |x: &Tensor| match gradients.get(x) {
             Some(gradient) => Ok(gradient.detach()),
@@ -581,6 +605,53 @@ mod tests {
                         assert!(
                             difference < 1e-12,
                             "B {b} T {t} C {c} V {vocab}, chunk {chunk}: {difference:e}"
+                        );
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Tensor cores take bf16: their logits are those of f32, their gradients are rounded once.
+    #[test]
+    #[cfg(feature = "cuda")]
+    fn losses_on_a_gpu_in_any_chunks_equal_those_on_the_cpu() -> Result<()> {
+        let Ok(gpu) = Device::new_cuda(0) else {
+            eprintln!("skipped: there is no GPU");
+            return Ok(());
+        };
+        for (b, t, c, vocab) in [
+            (1, 1, 1, 1),
+            (2, 7, 5, 11),
+            (3, 50, 64, 257),
+            (1, 130, 24, 3000),
+        ] {
+            for (dtype, bar) in [(DType::F64, 1e-12), (DType::F32, 1e-5), (DType::BF16, 1e-5)] {
+                let (hidden, head) = (random((b, t, c))?, random((vocab, c))?);
+                let [hidden, head] = [hidden.to_dtype(dtype)?, head.to_dtype(dtype)?];
+                let targets = some_targets(b, t, vocab, true)?;
+                let counted = Targets::read(&targets, vocab)?;
+                let wide = |x: &Tensor| x.to_dtype(DType::F64);
+                let expected = with_gradients(&wide(&hidden)?, &wide(&head)?, |h, w| {
+                    by_full_logits(h, w, &targets)
+                })?;
+                let [hidden, head] = [hidden.to_device(&gpu)?, head.to_device(&gpu)?];
+                for chunk in [1, 5 * vocab, CUDA_CHUNK] {
+                    let found =
+                        with_gradients(&hidden, &head, |h, w| losses_of(h, w, &counted, chunk))?;
+                    for (i, (found, expected)) in found.iter().zip(&expected).enumerate() {
+                        let largest = expected.abs()?.flatten_all()?.max(0)?.to_scalar::<f64>()?;
+                        // A gradient may be half a unit of bf16 off; losses are f32.
+                        let rounded = if i > 0 && dtype == DType::BF16 {
+                            1. / 256.
+                        } else {
+                            0.
+                        };
+                        let off = difference(&found.to_device(&CPU)?, expected)?;
+                        assert!(
+                            off <= (bar + rounded) * largest,
+                            "{dtype:?} C {c} V {vocab}, chunk {chunk}, {i}: {off:e} of {largest:e}"
                         );
                     }
                 }

@@ -62,6 +62,7 @@ fn outside_attention() -> Vec<String> {
             names.push(format!("{kernel}_{dtype}"));
         }
     }
+    names.push("cross_entropy_backward_split".to_string());
     for bytes in [2, 4, 8, 16] {
         names.push(format!("copy_rows_{bytes}"));
     }

@@ -14,6 +14,7 @@ pub(super) struct EntropyCall {
     pub sum: u64,
     pub grad: u64,
     pub out: u64,
+    pub rest: u64,
     pub rows: i64,
     pub width: i32,
     pub team: i32,
@@ -47,9 +48,9 @@ mod tests {
 
     #[test]
     fn argument_lies_in_memory_as_the_kernels_read_it() {
-        assert_eq!(size_of::<EntropyCall>(), 72);
-        assert_eq!(offset_of!(EntropyCall, rows), 48);
-        assert_eq!(offset_of!(EntropyCall, vector), 64);
+        assert_eq!(size_of::<EntropyCall>(), 80);
+        assert_eq!(offset_of!(EntropyCall, rows), 56);
+        assert_eq!(offset_of!(EntropyCall, vector), 72);
     }
 
     #[test]

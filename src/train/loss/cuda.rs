@@ -7,6 +7,7 @@ use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::cudarc::driver::DeviceRepr;
 use candle_core::cuda_backend::CudaDType;
 use candle_core::{bail, DType, Error, Result, Tensor, WithDType};
+use half::bf16;
 
 // SAFETY: plain numbers in the order and with the sizes that the kernels declare; the tests of `call` hold them to it.
 unsafe impl DeviceRepr for EntropyCall {}
@@ -21,18 +22,21 @@ pub(super) fn losses(logits: &Tensor, targets: &Tensor) -> Result<[Tensor; 3]> {
     }
 }
 
-/// The gradient (n, V) of logits, with what [`losses`] left of them, for an upstream gradient (n).
+/// The gradient (n, V) of logits, with what [`losses`] left of them, for an upstream gradient (n): summands of `dtype`, one
+/// like the logits or, of logits in f32, two in bf16.
 pub(super) fn gradient(
     logits: &Tensor,
     targets: &Tensor,
     [greatest, sum]: [&Tensor; 2],
     upstream: &Tensor,
-) -> Result<Tensor> {
+    dtype: DType,
+) -> Result<Vec<Tensor>> {
     let operands = [logits, greatest, sum, upstream];
-    match logits.dtype() {
-        DType::F32 => gradient_of::<f32>(operands, targets),
-        DType::F64 => gradient_of::<f64>(operands, targets),
-        other => bail!("loss: {other:?} is neither f32 nor f64"),
+    match (logits.dtype(), dtype) {
+        (DType::F32, DType::F32) => gradient_of::<f32, f32>(operands, targets, "f32"),
+        (DType::F32, DType::BF16) => gradient_of::<f32, bf16>(operands, targets, "split"),
+        (DType::F64, DType::F64) => gradient_of::<f64, f64>(operands, targets, "f64"),
+        (given, asked) => bail!("loss: logits in {given:?} have no gradient in {asked:?}"),
     }
 }
 
@@ -80,12 +84,15 @@ where
     Ok([greatest, sum, losses].map(|x| filled(x, device, rows)))
 }
 
-fn gradient_of<T>(
+/// The kernel makes one summand, or where they are of another dtype than the logits two.
+fn gradient_of<T, Out>(
     [logits, greatest, sum, upstream]: [&Tensor; 4],
     targets: &Tensor,
-) -> Result<Tensor>
+    kernel: &str,
+) -> Result<Vec<Tensor>>
 where
     T: WithDType + CudaDType + DeviceRepr,
+    Out: WithDType + CudaDType + DeviceRepr,
 {
     let (rows, width) = logits.dims2()?;
     if [greatest, sum, upstream].iter().any(|x| x.dims() != [rows]) {
@@ -98,21 +105,25 @@ where
     let device = operand.0.device();
     let stream = device.cuda_stream();
     // SAFETY: the kernel writes every element.
-    let mut out = unsafe { device.alloc::<T>(rows * width)? };
+    let memory = || unsafe { device.alloc::<Out>(rows * width) };
+    let mut out = memory()?;
+    let mut rest = (T::DTYPE != Out::DTYPE).then(memory).transpose()?;
     let mut held = Held::on(&stream);
     let mut call = EntropyCall {
         logits: held.read_operand::<T>(operand)?,
         targets: held.read_operand::<i64>(targets_held.operand()?)?,
+        rest: rest.as_mut().map_or(0, |rest| held.write(rest)),
         greatest: held.read_operand::<T>(greatest.operand()?)?,
         sum: held.read_operand::<T>(sum.operand()?)?,
         grad: held.read_operand::<T>(upstream.operand()?)?,
         out: held.write(&mut out),
         ..call_of(logits, targets)?
     };
-    call.vector = in_eights(width, &[call.logits, call.out]).into();
-    let entry = format!("cross_entropy_backward_{}", T::DTYPE.as_str());
+    call.vector = in_eights(width, &[call.logits, call.out, call.rest]).into();
+    let entry = format!("cross_entropy_backward_{kernel}");
     // SAFETY: as in `losses_of`.
     unsafe { launch(&stream, &entry, shape(rows, width)?, &call)? };
     drop(held);
-    Ok(filled(out, device, (rows, width)))
+    let summands = [Some(out), rest].into_iter().flatten();
+    Ok(summands.map(|x| filled(x, device, (rows, width))).collect())
 }
