@@ -134,8 +134,13 @@ sanitize() {
         return
     fi
     packed tests/cuda || return
+    # initcheck does not see what cuBLAS writes by TMA, and takes it for unwritten; so it looks at our kernels alone, not at
+    # models. That all is written shows in the tests themselves, which fill freed memory with NaN.
+    local alone=(small_ rotate phase_norm tape_update rms_norm swiglu adamw token_losses_F)
     for tool in memcheck initcheck synccheck racecheck; do
-        step "sanitize-$tool" "$sanitizer" --tool "$tool" --error-exitcode 9 "$here/tests/cuda" --small "$@"
+        local names=("$@")
+        [ "$tool" != initcheck ] || names=("${@:-${alone[@]}}")
+        step "sanitize-$tool" "$sanitizer" --tool "$tool" --error-exitcode 9 "$here/tests/cuda" --small "${names[@]}"
         # It ends well where it finds nothing to look at.
         if ! grep -q "ERROR SUMMARY: 0 errors\|RACECHECK SUMMARY: 0 hazards" "$results/sanitize-$tool.log"; then
             failed+=("sanitize-$tool: no clean summary")
