@@ -9,8 +9,8 @@
 //! q ← q · (1 + s_h ln(1 + m))      m the query's position, s_h learned, 0 at first
 //! ```
 //!
-//! This program trains it for some steps, then checks that reading token by token with a cache gives the logits
-//! of the whole forward pass.
+//! This program trains it for some steps, checks that reading token by token with a cache gives the logits of the whole
+//! forward pass, and that the model is the same after it was saved and loaded.
 //!
 //! ```text
 //! cargo run --release --example custom_encoding
@@ -21,6 +21,7 @@ mod common;
 use candle_core::{bail, DType, Device, Result, Tensor};
 use candle_nn::{Init, VarBuilder};
 use candle_posenc::encoding::{Rope, RopeConfig};
+use candle_posenc::hf::{self, ModelFolder, SaveOptions};
 use candle_posenc::train::{Parameters, Schedule, StepReport, Trainer, TrainerConfig};
 use candle_posenc::{
     Ctx, Encoding, EncodingConfig, KvCache, Llama, LlamaConfig, ModelDims, PosState, Positions,
@@ -164,7 +165,7 @@ fn run(options: &Options) -> Result<()> {
         schedule,
         ..TrainerConfig::default()
     };
-    let mut trainer = Trainer::new(model.clone(), parameters, tokens.clone(), recipe)?;
+    let mut trainer = Trainer::new(model.clone(), parameters.clone(), tokens.clone(), recipe)?;
     while !trainer.is_finished() {
         let StepReport { step, loss, .. } = trainer.step()?;
         if step == 1 || step % 10 == 0 {
@@ -197,6 +198,37 @@ fn run(options: &Options) -> Result<()> {
     println!("cached decoding differs from the whole pass by {difference:.1e}; logits reach {largest:.1}");
     if difference.is_nan() || difference > 1e-4 * largest {
         bail!("cached decoding and the whole forward pass disagree")
+    }
+
+    // Save it, and load it again: the folder says which encoding it is, and we build it.
+    let folder = tempfile::tempdir()?;
+    hf::save(
+        &folder,
+        model.config(),
+        parameters.masters(),
+        &SaveOptions::default(),
+    )?;
+    let loaded = ModelFolder::open(&folder)?.load_with(DType::F32, &device, |config, vb| {
+        let every = match &config.encoding {
+            EncodingConfig::Custom { description } if description["name"] == "interleaved" => {
+                description["every"].as_u64()
+            }
+            _ => None,
+        };
+        let Some(every) = every else {
+            bail!("not ours: {:?}", config.encoding)
+        };
+        Ok(Arc::new(Interleaved::new(
+            every as usize,
+            &config.dims(),
+            vb,
+        )?))
+    })?;
+    let again = loaded.forward(&tokens, &mut Ctx::default())?;
+    let difference: f32 = (again - &whole)?.abs()?.max_all()?.to_scalar()?;
+    println!("saved and loaded, its logits differ by {difference:.1e}");
+    if difference != 0. {
+        bail!("the loaded model is another")
     }
     Ok(())
 }

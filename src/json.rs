@@ -2,8 +2,8 @@
 
 use candle_core::{bail, Error, Result};
 use serde::de::{Deserialize, Deserializer, Error as _, MapAccess, SeqAccess, Visitor};
-use serde::Serialize;
 use serde_json::{Map, Value};
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::fs::File;
 use std::io::Read;
@@ -41,9 +41,81 @@ pub(crate) fn brief(value: &Value) -> String {
     }
 }
 
-/// A part of a configuration as an error message shows it.
-pub(crate) fn text(part: &impl Serialize) -> String {
-    serde_json::to_value(part).map_or_else(|error| error.to_string(), |value| brief(&value))
+/// The first place at which two values differ, and what stands there.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct Difference {
+    pub place: String,
+    pub one: String,
+    pub other: String,
+}
+
+/// The first place at which two values differ, kinds (`type`) before all else. `place` is where the two stand.
+pub(crate) fn difference(place: &str, one: &Value, other: &Value) -> Option<Difference> {
+    if let (Value::Object(a), Value::Object(b)) = (one, other) {
+        let names: BTreeSet<&String> = a.keys().chain(b.keys()).collect();
+        let kinds = names.iter().filter(|name| *name == &"type");
+        let others = names.iter().filter(|name| *name != &"type");
+        return kinds.chain(others).find_map(|name| {
+            let dot = if place.is_empty() { "" } else { "." };
+            let place = format!("{place}{dot}{name}");
+            match (a.get(*name), b.get(*name)) {
+                (Some(one), Some(other)) => difference(&place, one, other),
+                (one, other) => {
+                    let shown = |x: Option<&Value>| x.map_or("absent".to_string(), brief);
+                    Some(Difference {
+                        place,
+                        one: shown(one),
+                        other: shown(other),
+                    })
+                }
+            }
+        });
+    }
+    if let (Value::Array(a), Value::Array(b)) = (one, other) {
+        if a.len() == b.len() {
+            let mut pairs = a.iter().zip(b).enumerate();
+            return pairs
+                .find_map(|(i, (one, other))| difference(&format!("{place}[{i}]"), one, other));
+        }
+    }
+    (one != other).then(|| Difference {
+        place: place.to_string(),
+        one: brief(one),
+        other: brief(other),
+    })
+}
+
+/// How many arrays and objects are within each other.
+pub(crate) fn depth(value: &Value) -> usize {
+    // Not by recursion: a value made in memory may be of any depth.
+    let (mut deepest, mut left) = (0, vec![(value, 1)]);
+    while let Some((value, level)) = left.pop() {
+        let mut within = |value| left.push((value, level + 1));
+        match value {
+            Value::Array(values) => values.iter().for_each(&mut within),
+            Value::Object(map) => map.values().for_each(&mut within),
+            _ => continue,
+        }
+        deepest = deepest.max(level);
+    }
+    deepest
+}
+
+/// The same with the names of every object in order, whatever order serde_json was built to keep.
+pub(crate) fn sorted(value: &Value) -> Value {
+    match value {
+        Value::Array(values) => values.iter().map(sorted).collect(),
+        Value::Object(map) => {
+            let names: BTreeMap<_, _> = map.iter().collect();
+            let pairs = names.into_iter();
+            Value::Object(
+                pairs
+                    .map(|(name, value)| (name.clone(), sorted(value)))
+                    .collect(),
+            )
+        }
+        other => other.clone(),
+    }
 }
 
 struct Unambiguous(Value);
@@ -203,6 +275,54 @@ impl<'a> Fields<'a> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn difference_names_the_first_place() {
+        let one = json!({"a": 1, "b": {"c": [1, 2], "d": null}, "e": [1]});
+        assert_eq!(difference("", &one, &one), None);
+        let of = |other: Value| {
+            let Difference { place, one, other } = difference("", &one, &other).unwrap();
+            format!("{place}: {one}, {other}")
+        };
+        let (b, e) = (json!({"c": [1, 2], "d": null}), json!([1]));
+        assert_eq!(of(json!({"a": 1, "b": {"c": [1, 3]}})), "b.c[1]: 2, 3");
+        assert_eq!(of(json!({"a": 1, "b": b, "e": [1, 2]})), "e: [1], [1,2]");
+        assert_eq!(
+            of(json!({"a": 1, "b": {"c": [1, 2]}, "e": e})),
+            "b.d: null, absent"
+        );
+        assert_eq!(
+            of(json!({"a": 1, "b": b, "e": e, "f": null})),
+            "f: absent, null"
+        );
+        // Kinds come first: their other fields have little to do with each other.
+        let (one, other) = (json!({"type": "x", "a": 1}), json!({"type": "y", "a": 2}));
+        assert_eq!(difference("at", &one, &other).unwrap().place, "at.type");
+        let long = json!("x".repeat(500));
+        assert!(difference("", &long, &one).unwrap().one.len() < 200);
+    }
+
+    #[test]
+    fn depth_counts_what_is_within_each_other() {
+        for (value, levels) in [
+            (json!(1), 0),
+            (json!([]), 1),
+            (json!({"a": [1, {"b": 2}], "c": []}), 3),
+        ] {
+            assert_eq!(depth(&value), levels, "{value}");
+        }
+    }
+
+    #[test]
+    fn sorted_values_have_their_names_in_order() {
+        let value = json!([{"b": 1, "a": {"d": [null], "c": 2}}]);
+        assert_eq!(sorted(&value), value);
+        assert_eq!(
+            sorted(&value).to_string(),
+            r#"[{"a":{"c":2,"d":[null]},"b":1}]"#
+        );
+    }
 
     #[test]
     fn parse_gives_what_serde_json_gives() {

@@ -10,12 +10,12 @@ use crate::cache::{CacheStep, KvCache};
 use crate::embedding::{embed, TokenIds};
 use crate::encoding::{Ctx, Encoding, EncodingConfig, ModelDims, PosState, RopeConfig};
 use crate::feed_forward::FeedForward;
-use crate::json;
+use crate::json::{self, Difference};
 use crate::norm::RmsNorm;
 use crate::positions::Positions;
 use crate::projection::Projection;
 use crate::sum::sum;
-use candle_core::{bail, DType, Result, Tensor};
+use candle_core::{bail, DType, Error, Result, Tensor};
 use candle_nn::{Init, VarBuilder};
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
@@ -161,7 +161,7 @@ impl LlamaConfig {
                 self.initializer_range
             )
         }
-        Ok(())
+        self.encoding.check_description()
     }
 
     fn init(&self) -> Init {
@@ -265,7 +265,9 @@ impl Llama {
         Self::assemble(config, encoding, vb)
     }
 
-    /// The model with an encoding that was built already, such as one of the caller's own. The configuration must say so:
+    /// The model with an encoding that was built already, for the configuration's [`dims`](LlamaConfig::dims), such as one of
+    /// the caller's own. The configuration must say so. A saved model is loaded by
+    /// [`ModelFolder::load_with`](crate::hf::ModelFolder::load_with).
     ///
     /// ```
     /// use candle_core::{DType, Device};
@@ -290,7 +292,7 @@ impl Llama {
     /// # assert_eq!(model.config(), &config);
     /// # let other = Arc::new(Own { gain: 3. });
     /// # let refused = Llama::with_encoding(&config, other, vars.builder(DType::F32, &Device::Cpu));
-    /// # assert!(refused.is_err_and(|e| e.to_string().contains("\"gain\":3")));
+    /// # assert!(refused.is_err_and(|e| e.to_string().contains("gain is 2.0 in the configuration, 3.0")));
     /// # Ok(())
     /// # }
     /// ```
@@ -305,11 +307,14 @@ impl Llama {
     ) -> Result<Self> {
         config.validate()?;
         let given = encoding.config();
-        if config.encoding != given {
-            let [stated, given] = [&config.encoding, &given].map(json::text);
+        let [stated, given] = [&config.encoding, &given].map(serde_json::to_value);
+        let (stated, given) = (stated.map_err(Error::wrap)?, given.map_err(Error::wrap)?);
+        if let Some(Difference { place, one, other }) =
+            json::difference("encoding", &stated, &given)
+        {
             bail!(
-                "llama: the configuration's encoding is {stated}, the one given {given}; \
-                 set the configuration's to what Encoding::config says"
+                "llama: the encoding given is not the configuration's: {place} is {one} in the configuration, {other} in what \
+                 Encoding::config says of the one given"
             )
         }
         Self::assemble(config, encoding, vb)

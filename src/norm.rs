@@ -400,6 +400,59 @@ mod tests {
         Ok(())
     }
 
+    /// What flows back to x beside is added before the one rounding, on the CPU and on a GPU where there is one.
+    #[test]
+    fn gradients_with_an_addend_are_exact_ones_rounded_once() -> Result<()> {
+        let mut devices = vec![CPU];
+        if cfg!(feature = "cuda") {
+            devices.extend(Device::new_cuda(0));
+        }
+        if devices.len() == 1 {
+            eprintln!("skipped on a GPU: there is none");
+        }
+        for device in devices {
+            for (dtype, unit) in [
+                (DType::F64, f64::EPSILON / 2.),
+                (DType::F32, f64::from(f32::EPSILON) / 2.),
+                (DType::BF16, 1. / 256.),
+                (DType::F16, 1. / 2048.),
+            ] {
+                for width in [7, 12, 64, 1030, 1032] {
+                    let all = [
+                        random((37, width))?,
+                        random(width)?,
+                        random((37, width))?,
+                        random((37, width))?,
+                    ];
+                    let mut given = Vec::new();
+                    let mut exact = Vec::new();
+                    for x in &all {
+                        let x = x.to_dtype(dtype)?;
+                        exact.push(x.to_dtype(DType::F64)?);
+                        given.push(x.to_device(&device)?);
+                    }
+                    let of = |x: &[Tensor]| {
+                        let tensors = [&x[0], &x[1], &x[2]];
+                        gradients(tensors, Some(&x[3]), [true, false], EPSILON)
+                    };
+                    let ([Some(want), _], [Some(got), _]) = (of(&exact)?, of(&given)?) else {
+                        bail!("no gradient")
+                    };
+                    let got = got.to_device(&CPU)?.to_dtype(DType::F64)?;
+                    let inner = if dtype == DType::F64 { 1e-14 } else { 1e-6 };
+                    let floor = inner * greatest(&want)?;
+                    let beyond = ((got - &want)?.abs()? - (want.abs()? * unit)?)?;
+                    let worst = greatest(&beyond.maximum(0.)?)?;
+                    assert!(
+                        worst <= floor,
+                        "{device:?} {dtype:?} {width}: {worst:e} beyond a rounding, {floor:e} allowed"
+                    );
+                }
+            }
+        }
+        Ok(())
+    }
+
     #[test]
     fn norm_gradients_equal_finite_differences() -> Result<()> {
         let (x, weight) = (random((2, 3, 5))?, random(5)?);

@@ -3,7 +3,7 @@
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_nn::{Init, Optimizer, ParamsAdamW, VarBuilder};
 use candle_posenc::encoding::{PhaseNorm, RopeConfig, TapaConfig, TapeConfig};
-use candle_posenc::hf::ModelFolder;
+use candle_posenc::hf::{self, ModelFolder, SaveOptions};
 use candle_posenc::train::{
     latest, loss_and_gradients, AdamW, AdamWConfig, Checkpoint, Gradients, Group, Parameter,
     Parameters, Recompute, Schedule, Trainer, TrainerConfig, Windows,
@@ -572,18 +572,32 @@ fn run_with_an_encoding_of_ones_own_is_resumed() {
     // What it holds is a model's folder, which loads with that encoding and no other.
     let saved = ModelFolder::open(saved).unwrap();
     assert_eq!(saved.config(), first.model().config());
+    let place = saved.path().display().to_string();
     let error = saved.load(DType::F32, &DEVICE).err().unwrap().to_string();
-    assert!(
-        error.contains("\"name\":\"scaled\"") && error.contains("with_encoding"),
-        "{error}"
-    );
+    for part in [&place, "\"name\":\"scaled\"", "load_with"] {
+        assert!(error.contains(part), "{error}");
+    }
     let load = |factor: f64| {
-        let vb = saved.builder(DType::F32, &DEVICE);
-        let encoding = Arc::new(Scaled::new(factor, &vb));
-        Llama::with_encoding(saved.config(), encoding, vb)
+        saved.load_with(DType::F32, &DEVICE, |_, vb| {
+            Ok(Arc::new(Scaled::new(factor, &vb.root())))
+        })
     };
     let error = load(0.25).err().unwrap().to_string();
-    assert!(error.contains("0.25") && error.contains("0.5"), "{error}");
+    let told = "encoding.description.factor is 0.5 in the configuration, 0.25";
+    assert!(error.contains(told) && error.contains(&place), "{error}");
+    // An encoding that does not ask for its weight is not the one that was trained.
+    let forgets = |_: &LlamaConfig, vb: VarBuilder| -> Result<Arc<dyn Encoding>> {
+        let gain = Tensor::ones(1, vb.dtype(), vb.device())?;
+        let description = json!({"name": "scaled", "factor": 0.5});
+        Ok(Arc::new(Scaled {
+            gain,
+            factor: 0.5,
+            description,
+        }))
+    };
+    let error = saved.load_with(DType::F32, &DEVICE, forgets);
+    let error = error.err().unwrap().to_string();
+    assert!(error.contains("gain is asked for neither"), "{error}");
     let tokens = Tensor::new(&[[3u32, 1, 4, 1, 5]], &DEVICE).unwrap();
     let logits = |model: &Llama| {
         let logits = model.forward(&tokens, &mut Ctx::default()).unwrap();
@@ -611,21 +625,78 @@ fn run_with_another_encoding_of_ones_own_is_not_resumed() {
     // Nor one of the crate's.
     let mut plain = trainer(EncodingConfig::Nope, DType::F32, recipe());
     let error = plain.resume(run.path()).unwrap_err().to_string();
-    assert!(error.contains("model.encoding."), "{error}");
+    let told = "model.encoding.type is \"custom\" there, \"nope\" here";
+    assert!(error.contains(told), "{error}");
+    // What is null is not what is absent.
+    let mut null = scaled_run(|encoding| Scaled {
+        description: json!({"name": "scaled", "factor": 0.5, "more": null}),
+        ..encoding
+    });
+    let error = null.resume(run.path()).unwrap_err().to_string();
+    let told = "model.encoding.description.more is absent there, null here";
+    assert!(error.contains(told), "{error}");
 }
 
 #[test]
 fn run_with_an_encoding_that_does_not_say_what_it_is_is_not_saved() {
     let run = tempfile::tempdir().unwrap();
-    let mut trainer = scaled_run(|encoding| Scaled {
-        description: Value::Null,
-        ..encoding
-    });
-    steps(&mut trainer, 1);
-    let error = trainer.save(run.path()).unwrap_err().to_string();
-    assert!(error.contains("implement Encoding::config"), "{error}");
-    assert_eq!(fs::read_dir(run.path()).unwrap().count(), 0);
-    steps(&mut trainer, 1);
+    for description in [Value::Null, json!({}), json!([]), json!("")] {
+        let mut trainer = scaled_run(|encoding| Scaled {
+            description,
+            ..encoding
+        });
+        steps(&mut trainer, 1);
+        let error = trainer.save(run.path()).unwrap_err().to_string();
+        for part in ["step-00000001", "implement Encoding::config"] {
+            assert!(error.contains(part), "{error}");
+        }
+        assert_eq!(fs::read_dir(run.path()).unwrap().count(), 0);
+        steps(&mut trainer, 1);
+    }
+}
+
+#[test]
+fn description_beyond_what_files_hold_is_refused_before_training() {
+    let nested = |levels: usize| (0..levels).fold(json!(1), |inner, _| json!([inner]));
+    let build = |description: Value| {
+        let parameters = Parameters::new(SeededVars::new(1));
+        let vb = parameters.builder(DType::F32, &DEVICE);
+        let encoding = Scaled {
+            description,
+            ..Scaled::new(0.5, &vb)
+        };
+        let sizes = sizes(encoding.config());
+        let model = Llama::with_encoding(&sizes, Arc::new(encoding), vb)?;
+        Trainer::new(model, parameters, text(), recipe())
+    };
+    let refused = |description| build(description).err().unwrap().to_string();
+    let deep = refused(nested(65));
+    assert!(deep.contains("65 levels deep, at most 64"), "{deep}");
+    let long = refused(json!("x".repeat(1_000_000)));
+    assert!(long.contains("1000002 bytes"), "{long}");
+    // The deepest that is kept comes back from a checkpoint.
+    let run = tempfile::tempdir().unwrap();
+    let mut first = build(nested(64)).unwrap();
+    steps(&mut first, 1);
+    first.save(run.path()).unwrap();
+    let mut second = build(nested(64)).unwrap();
+    second.resume(run.path()).unwrap().unwrap();
+    assert_eq!(snapshot(&first), snapshot(&second));
+}
+
+#[test]
+fn weights_of_layers_that_a_model_does_not_have_are_not_taken_for_its_encodings() {
+    let vars = SeededVars::new(1);
+    let vb = vars.builder(DType::F32, &DEVICE);
+    let encoding = Scaled::new(0.5, &vb);
+    let sizes = sizes(encoding.config());
+    Llama::with_encoding(&sizes, Arc::new(encoding), vb.clone()).unwrap();
+    let more = format!("model.layers.{}.mlp.up_proj.bias", sizes.num_hidden_layers);
+    vb.get_with_hints(3, &more, Init::Const(0.)).unwrap();
+    let folder = tempfile::tempdir().unwrap();
+    let error = hf::save(&folder, &sizes, &vars, &SaveOptions::default());
+    let error = error.unwrap_err().to_string();
+    assert!(error.contains(&format!("{more} is not used")), "{error}");
 }
 
 #[test]
@@ -635,10 +706,8 @@ fn model_whose_configuration_names_another_encoding_is_refused() {
     let encoding = Arc::new(Scaled::new(0.5, &vb));
     let error = Llama::with_encoding(&sizes(rope()), encoding, vb);
     let error = error.err().unwrap().to_string();
-    assert!(
-        error.contains("\"type\":\"rope\"") && error.contains("\"name\":\"scaled\""),
-        "{error}"
-    );
+    let told = "encoding.type is \"rope\" in the configuration, \"custom\"";
+    assert!(error.contains(told), "{error}");
 }
 
 #[test]

@@ -27,12 +27,13 @@ mod tapa;
 mod tape;
 
 use crate::attend::Score;
+use crate::json;
 use crate::positions::Positions;
 use crate::rotate::Rotation;
 use candle_core::{bail, Result, Tensor};
 use candle_nn::VarBuilder;
 use rand::Rng;
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Serialize, Serializer};
 use serde_json::{Map, Value};
 use std::sync::Arc;
 
@@ -103,8 +104,10 @@ pub struct ModelDims {
 pub trait Encoding: Send + Sync {
     /// What this encoding is: what a model's `config.json` says of it, and what a checkpoint compares when a run goes on.
     /// One of the caller's own is an [`EncodingConfig::Custom`] with its name and its parameters in the description, all
-    /// by which it may differ from another. As long as it does not say, a model with it computes and trains, but cannot
-    /// be saved. An encoding that wraps another without changing what is computed passes this on.
+    /// by which it may differ from another. As long as it does not say, a model with it computes and trains, but neither the
+    /// model nor a checkpoint can be saved, only its weights. An encoding that wraps another passes this on where it does
+    /// not change what is computed; else its description can hold the other's:
+    /// `json!({"name": "mine", "inner": self.inner.config()})`.
     fn config(&self) -> EncodingConfig {
         EncodingConfig::Custom {
             description: Value::Null,
@@ -197,9 +200,20 @@ pub enum EncodingConfig {
     /// One of the caller's own, which [`Encoding::config`] describes and [`Llama::with_encoding`](crate::Llama::with_encoding)
     /// takes.
     Custom {
-        /// What tells it from any other, such as `json!({"name": "interleaved", "every": 2})`; null where it does not say.
+        /// What tells it from any other, such as `json!({"name": "interleaved", "every": 2})` (of the crate serde_json);
+        /// null, or empty, where it does not say. At most 64 levels deep and 1 MB as text. JSON has no NaN or infinity:
+        /// `json!` makes null of them.
+        #[serde(serialize_with = "sorted")]
         description: Value,
     },
+}
+
+/// Deepest and longest description of an encoding.
+const DEEPEST: usize = 64;
+const LONGEST: usize = 1_000_000;
+
+fn sorted<S: Serializer>(value: &Value, serializer: S) -> std::result::Result<S::Ok, S::Error> {
+    json::sorted(value).serialize(serializer)
 }
 
 impl EncodingConfig {
@@ -207,7 +221,8 @@ impl EncodingConfig {
     /// (`layers.0.…`, `embed_tokens.…`).
     ///
     /// # Errors
-    /// When a parameter is out of range for `dims` or a weight is missing or has another shape.
+    /// When a parameter is out of range for `dims`, a weight is missing or has another shape, or this is
+    /// [`Custom`](Self::Custom): nobody here knows how to build that.
     pub fn build(&self, dims: &ModelDims, vb: VarBuilder) -> Result<Arc<dyn Encoding>> {
         let ModelDims {
             width,
@@ -228,7 +243,9 @@ impl EncodingConfig {
             Self::Tapa(config) => Arc::new(Tapa::new(config, dims, vb)?),
             Self::Tape(config) => Arc::new(Tape::new(config, dims, vb)?),
             Self::Custom { description } => bail!(
-                "encoding: {description} is not of this crate; build it and give it to Llama::with_encoding"
+                "encoding: {} is not of this crate: its own program builds it, for Llama::with_encoding or \
+                 ModelFolder::load_with",
+                json::brief(description)
             ),
         })
     }
@@ -241,14 +258,43 @@ impl EncodingConfig {
         }
     }
 
-    /// Whether this is an encoding of the caller's own that does not say what it is.
-    pub(crate) fn is_anonymous(&self) -> bool {
-        matches!(
-            self,
-            Self::Custom {
-                description: Value::Null
-            }
-        )
+    /// # Errors
+    /// When the description of an encoding of the caller's own is beyond what files hold.
+    pub(crate) fn check_description(&self) -> Result<()> {
+        let Self::Custom { description } = self else {
+            return Ok(());
+        };
+        let depth = json::depth(description);
+        if depth > DEEPEST {
+            bail!("encoding: its description is {depth} levels deep, at most {DEEPEST} are kept")
+        }
+        let bytes = description.to_string().len();
+        if bytes > LONGEST {
+            bail!("encoding: its description has {bytes} bytes, at most {LONGEST} are kept")
+        }
+        Ok(())
+    }
+
+    /// # Errors
+    /// When this is an encoding of the caller's own that does not say what it is.
+    pub(crate) fn check_named(&self) -> Result<()> {
+        let anonymous = match self {
+            Self::Custom { description } => match description {
+                Value::Null => true,
+                Value::String(text) => text.is_empty(),
+                Value::Array(values) => values.is_empty(),
+                Value::Object(map) => map.is_empty(),
+                Value::Bool(_) | Value::Number(_) => false,
+            },
+            _ => false,
+        };
+        if anonymous {
+            bail!(
+                "the model's encoding is the caller's own and does not say what it is, so what is saved could be taken for \
+                 another model; implement Encoding::config (the weights alone can be saved by SeededVars::save)"
+            )
+        }
+        Ok(())
     }
 
     /// Whether published checkpoints of a model of so many layers hold a tensor of this name that no layer reads.

@@ -308,9 +308,7 @@ fn own_encoding(fields: &Fields) -> Result<(Option<usize>, EncodingConfig)> {
     match read {
         Ok((known, parsed)) => {
             refuse_unread(&stated, &known)?;
-            if parsed.is_anonymous() {
-                bail!("config: encoding: description null does not tell the encoding from another")
-            }
+            parsed.check_named()?;
             Ok((fields.count("window")?, parsed))
         }
         Err(error) => bail!("config: encoding {}: {error}", brief(encoding)),

@@ -25,7 +25,14 @@ pub(super) fn expected(config: &LlamaConfig, given: &Shapes) -> Result<BTreeSet<
     let mut asked = ask(&plain, given)?;
     if let EncodingConfig::Custom { .. } = config.encoding {
         // Nobody here knows what an encoding of the caller's own asks for.
-        asked.extend(given.keys().filter(|name| *name != HEAD).cloned());
+        let of_the_encoding = |name: &&String| {
+            let layer = name
+                .strip_prefix("model.layers.")
+                .and_then(|rest| rest.split('.').next());
+            let layer = layer.and_then(|layer| layer.parse::<usize>().ok());
+            *name != HEAD && layer.is_none_or(|layer| layer < config.num_hidden_layers)
+        };
+        asked.extend(given.keys().filter(of_the_encoding).cloned());
         return Ok(asked);
     }
     ask(config, given)

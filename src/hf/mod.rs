@@ -3,8 +3,7 @@
 //! [`ModelFolder`] reads one, [`save`] writes one. A LLaMA with RoPE is written so that transformers 4 and 5 load it; a
 //! model with another encoding keeps the encoding's parameters in `config.json` and its weights beside the others, under
 //! a `model_type` that other programs do not know. So does a model with an encoding of the caller's own, by the
-//! description that [`Encoding::config`](crate::Encoding::config) gives; [`ModelFolder::load`] refuses it by that description,
-//! and [`Llama::with_encoding`] with [`ModelFolder::builder`] loads it.
+//! description that [`Encoding::config`](crate::Encoding::config) gives, and [`ModelFolder::load_with`] loads it.
 //!
 //! ```
 //! use candle_core::{DType, Device, Tensor};
@@ -39,7 +38,7 @@ mod save;
 mod weights;
 
 use crate::atomic::{about, is_there, message};
-use crate::encoding::published_name;
+use crate::encoding::{published_name, Encoding, EncodingConfig};
 use crate::init::SeededVars;
 use crate::json::{self, Fields};
 use crate::model::{Llama, LlamaConfig};
@@ -50,8 +49,8 @@ use expected::{expected, Shapes};
 use serde_json::{Map, Value};
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
-use weights::{Builder, Weights};
+use std::sync::{Arc, Mutex, PoisonError};
+use weights::{Builder, Noting, Weights};
 
 pub use save::{save, save_tensors, SaveOptions};
 
@@ -112,7 +111,8 @@ impl ModelFolder {
     }
 
     /// A builder that reads each weight when it is asked for, and converts it to `dtype`. For models and encodings of
-    /// the caller's own: unlike [`load`](Self::load), it does not notice tensors that nobody asks for.
+    /// the caller's own: unlike [`load`](Self::load) and [`load_with`](Self::load_with), it does not notice tensors that nobody
+    /// asks for.
     pub fn builder(&self, dtype: DType, device: &Device) -> VarBuilder<'static> {
         let backend = Box::new(Builder(self.weights.clone()));
         VarBuilder::from_backend(backend, dtype, device.clone())
@@ -124,11 +124,90 @@ impl ModelFolder {
     /// # Errors
     /// When a weight is missing, has another shape, is not made of floats or holds a number beyond `dtype`; when there is
     /// a tensor that the model does not use (but stored inverse frequencies, or, with tied embeddings, a head equal to
-    /// them); when a parameter of the encoding is out of range, `dtype` is not F64, F32, F16 or BF16, or a file cannot be
+    /// them); when the encoding is the caller's own or a parameter of it is out of range, `dtype` is not F64, F32, F16 or BF16, or a file cannot be
     /// read.
     pub fn load(&self, dtype: DType, device: &Device) -> Result<Llama> {
         self.check()?;
+        if let EncodingConfig::Custom { description } = &self.config.encoding {
+            let what = format!(
+                "its encoding {} is not of this crate; its own program loads it by ModelFolder::load_with",
+                json::brief(description)
+            );
+            return Err(about(&self.path, what));
+        }
         Llama::new(&self.config, self.builder(dtype, device))
+    }
+
+    /// [`load`](Self::load) for a model whose encoding is the caller's own. `encoding` builds it, from what the configuration
+    /// says of it and with its weights from the builder, which stands where the model's own tensors are named
+    /// (`layers.0.…`).
+    ///
+    /// ```
+    /// use candle_core::{bail, DType, Device};
+    /// use candle_posenc::hf::{self, ModelFolder, SaveOptions};
+    /// use candle_posenc::{Encoding, EncodingConfig, Llama, LlamaConfig, SeededVars};
+    /// use serde_json::json;
+    /// use std::sync::Arc;
+    ///
+    /// struct Own { gain: f64 }
+    ///
+    /// impl Encoding for Own {
+    ///     fn config(&self) -> EncodingConfig {
+    ///         EncodingConfig::Custom { description: json!({"name": "own", "gain": self.gain}) }
+    ///     }
+    ///     // … and the hooks by which it acts.
+    /// }
+    ///
+    /// # fn main() -> candle_core::Result<()> {
+    /// # let path = tempfile::tempdir()?;
+    /// let own = Own { gain: 2. };
+    /// let config = LlamaConfig { encoding: own.config(), ..LlamaConfig::default() };
+    /// let vars = SeededVars::new(0);
+    /// let model = Llama::with_encoding(&config, Arc::new(own), vars.builder(DType::F32, &Device::Cpu))?;
+    /// hf::save(&path, model.config(), &vars, &SaveOptions::default())?;
+    ///
+    /// let loaded = ModelFolder::open(&path)?.load_with(DType::F32, &Device::Cpu, |config, _| {
+    ///     match &config.encoding {
+    ///         EncodingConfig::Custom { description } if description["name"] == "own" => {
+    ///             let Some(gain) = description["gain"].as_f64() else { bail!("no gain: {description}") };
+    ///             Ok(Arc::new(Own { gain }))
+    ///         }
+    ///         other => bail!("another encoding: {other:?}"),
+    ///     }
+    /// })?;
+    /// # assert_eq!(loaded.config(), model.config());
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    /// As [`load`](Self::load) and [`Llama::with_encoding`]: when the encoding is not what the configuration says, or neither
+    /// it nor the model asks for a tensor.
+    pub fn load_with(
+        &self,
+        dtype: DType,
+        device: &Device,
+        encoding: impl FnOnce(&LlamaConfig, VarBuilder) -> Result<Arc<dyn Encoding>>,
+    ) -> Result<Llama> {
+        let told = |error: Error| about(&self.path, error);
+        self.check()?;
+        let read = Arc::new(Mutex::new(BTreeSet::new()));
+        let backend = Box::new(Noting {
+            inner: Builder(self.weights.clone()),
+            read: read.clone(),
+        });
+        let vb = VarBuilder::from_backend(backend, dtype, device.clone());
+        let encoding = encoding(&self.config, vb.pp("model")).map_err(told)?;
+        let model = Llama::with_encoding(&self.config, encoding, vb).map_err(told)?;
+        let read = read.lock().unwrap_or_else(PoisonError::into_inner);
+        let unread =
+            |name: &&str| !read.contains(*name) && *name != HEAD && !self.is_harmless(name);
+        match self.weights.names().find(unread) {
+            Some(name) => Err(told(Error::msg(format!(
+                "{name} is asked for neither by the model nor by the encoding given"
+            )))),
+            None => Ok(model),
+        }
     }
 
     /// Sets the variables of a model to the weights, each converted to the variable's dtype. All are read before the

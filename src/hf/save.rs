@@ -46,16 +46,19 @@ impl Default for SaveOptions {
 /// the new one, or (where their configurations differ) not at all. Other files stay, such as an old model's
 /// `tokenizer.json`, unless the options bring new ones. One program at a time may write to a folder.
 ///
+/// Give the model's own [`config`](crate::Llama::config): nothing else knows which encoding the weights were trained with.
+/// Where that is the caller's own, all tensors that a LLaMA does not have are taken for its weights.
+///
 /// ```
 /// use candle_core::{DType, Device};
 /// use candle_posenc::hf::{self, SaveOptions};
 /// use candle_posenc::{Llama, LlamaConfig, SeededVars};
 /// # fn main() -> candle_core::Result<()> {
 /// # let folder = tempfile::tempdir()?;
-/// let (config, vars) = (LlamaConfig::default(), SeededVars::new(1));
-/// Llama::new(&config, vars.builder(DType::F32, &Device::Cpu))?;
+/// let vars = SeededVars::new(1);
+/// let model = Llama::new(&LlamaConfig::default(), vars.builder(DType::F32, &Device::Cpu))?;
 /// let options = SaveOptions { dtype: Some(DType::BF16), ..SaveOptions::default() };
-/// hf::save(&folder, &config, &vars, &options)?;
+/// hf::save(&folder, model.config(), &vars, &options)?;
 /// # Ok(())
 /// # }
 /// ```
@@ -135,12 +138,7 @@ fn check(
     options: &SaveOptions,
 ) -> Result<()> {
     config.validate()?;
-    if config.encoding.is_anonymous() {
-        bail!(
-            "the model's encoding is the caller's own and does not say what it is, so what is saved could be taken for \
-             another model; implement Encoding::config"
-        )
-    }
+    config.encoding.check_named()?;
     if let Some(dtype) = options.dtype.filter(|dtype| !can_compute(*dtype)) {
         bail!("weights cannot be converted to {dtype:?}, only to F64, F32, F16 or BF16")
     }

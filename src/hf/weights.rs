@@ -8,9 +8,9 @@ use candle_nn::var_builder::SimpleBackend;
 use candle_nn::Init;
 use safetensors::tensor::TensorInfo;
 use serde_json::Value;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Component, Path};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 pub(super) const SINGLE: &str = "model.safetensors";
 pub(super) const INDEX: &str = "model.safetensors.index.json";
@@ -215,6 +215,42 @@ impl SimpleBackend for Builder {
 
     fn contains_tensor(&self, name: &str) -> bool {
         self.0.contains(name)
+    }
+}
+
+/// The same, noting the names that were asked for.
+pub(super) struct Noting {
+    pub inner: Builder,
+    pub read: Arc<Mutex<BTreeSet<String>>>,
+}
+
+impl Noting {
+    fn note(&self, name: &str) {
+        let mut read = self.read.lock().unwrap_or_else(PoisonError::into_inner);
+        read.insert(name.to_string());
+    }
+}
+
+impl SimpleBackend for Noting {
+    fn get(
+        &self,
+        shape: Shape,
+        name: &str,
+        init: Init,
+        dtype: DType,
+        device: &Device,
+    ) -> Result<Tensor> {
+        self.note(name);
+        self.inner.get(shape, name, init, dtype, device)
+    }
+
+    fn get_unchecked(&self, name: &str, dtype: DType, device: &Device) -> Result<Tensor> {
+        self.note(name);
+        self.inner.get_unchecked(name, dtype, device)
+    }
+
+    fn contains_tensor(&self, name: &str) -> bool {
+        self.inner.contains_tensor(name)
     }
 }
 

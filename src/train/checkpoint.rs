@@ -14,7 +14,7 @@ use super::windows::{Cursor, Fingerprint};
 use crate::atomic::{about, message, remove_folder, write_file, StagedFolder};
 use crate::hf::{self, SaveOptions};
 use crate::init::SeededVars;
-use crate::json;
+use crate::json::{self, Difference};
 use crate::model::LlamaConfig;
 use crate::tensor_file::write_tensors;
 use candle_core::{bail, Device, Error, Result, Tensor};
@@ -161,8 +161,10 @@ impl State {
         if here != there {
             bail!("it is of another run: recipe.steps is {there} there, {here} here")
         }
-        if let Some(difference) = difference("", &parts(self)?, &parts(other)?) {
-            bail!("it is of another run: {difference}")
+        if let Some(Difference { place, one, other }) =
+            json::difference("", &parts(self)?, &parts(other)?)
+        {
+            bail!("it is of another run: {place} is {other} there, {one} here")
         }
         if self.groups != other.groups {
             bail!("it is of another run: other weights train, or in other groups")
@@ -178,28 +180,6 @@ struct Parts<'a> {
     recipe: &'a TrainerConfig,
     compute: &'a [String],
     text: &'a Fingerprint,
-}
-
-/// The first place at which two values differ, in words.
-fn difference(place: &str, here: &Value, there: &Value) -> Option<String> {
-    match (here, there) {
-        (Value::Object(a), Value::Object(b)) => {
-            let names = a
-                .keys()
-                .chain(b.keys().filter(|name| !a.contains_key(*name)));
-            names.into_iter().find_map(|name| {
-                let dot = if place.is_empty() { "" } else { "." };
-                let absent = Value::Null;
-                difference(
-                    &format!("{place}{dot}{name}"),
-                    a.get(name).unwrap_or(&absent),
-                    b.get(name).unwrap_or(&absent),
-                )
-            })
-        }
-        _ if here == there => None,
-        _ => Some(format!("{place} is {there} there, {here} here")),
-    }
 }
 
 impl Checkpoint {
@@ -457,6 +437,11 @@ pub(super) fn write(
 ) -> Result<PathBuf> {
     let step = state.step;
     let folder = run.join(name_of(step));
+    state
+        .model
+        .encoding
+        .check_named()
+        .map_err(|e| about(&folder, e))?;
     let staged = StagedFolder::create(&folder)?;
     hf::save(
         staged.path(),
@@ -681,15 +666,5 @@ mod tests {
         ] {
             assert!(bad.generator().is_err(), "{bad:?}");
         }
-    }
-
-    #[test]
-    fn difference_names_the_first_place() {
-        let json = |text: &str| serde_json::from_str::<Value>(text).unwrap();
-        let here = json(r#"{"a":1,"b":{"c":[1,2],"d":null}}"#);
-        assert_eq!(difference("", &here, &here), None);
-        let there = json(r#"{"a":1,"b":{"c":[1,3]}}"#);
-        let told = difference("", &here, &there).unwrap();
-        assert_eq!(told, "b.c is [1,3] there, [1,2] here");
     }
 }
