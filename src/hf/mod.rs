@@ -3,7 +3,7 @@
 //! [`ModelFolder`] reads one, [`save`] writes one. A LLaMA with RoPE is written so that transformers 4 and 5 load it; a
 //! model with another encoding keeps the encoding's parameters in `config.json` and its weights beside the others, under
 //! a `model_type` that other programs do not know. So does a model with an encoding of the caller's own, by the
-//! description that [`Encoding::config`](crate::Encoding::config) gives, and [`ModelFolder::load_with`] loads it.
+//! description that [`Encoding::config`] gives, and [`ModelFolder::load_with`] loads it.
 //!
 //! ```
 //! use candle_core::{DType, Device, Tensor};
