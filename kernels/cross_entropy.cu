@@ -2,7 +2,8 @@
 //
 // A row's loss is log(sum of exp(l - greatest)) - (l_y - greatest) with y its target; with g its upstream gradient and
 // p = exp(l - greatest) / sum, the logits' gradient is g (p - onehot(y)): as it is, or for tensor cores as the sum of two
-// bf16 numbers, the second of which is what rounding took from the first (16 bits together). A row belongs to a team of threads, a warp, or
+// bf16 numbers, the second of which is what rounding took from the first (16 bits together; beyond bf16's greatest number,
+// 3.39e38, it is infinite). A row belongs to a team of threads, a warp, or
 // for wide rows a block, which reads it twice: for its greatest, then, from a cache, for its sum. All sums have a fixed
 // order.
 #include "element.cuh"

@@ -134,8 +134,8 @@ sanitize() {
         return
     fi
     packed tests/cuda || return
-    # initcheck does not see what cuBLAS writes by TMA, and takes it for unwritten; so it looks at our kernels alone, not at
-    # models. That all is written shows in the tests themselves, which fill freed memory with NaN.
+    # initcheck does not see what cuBLAS writes by TMA (products of bf16), and takes it for unwritten; so models are left out
+    # of it. That all is written shows in the whole set of tests, which fills freed memory with NaN.
     local alone=(small_ rotate phase_norm tape_update rms_norm swiglu adamw token_losses_F)
     for tool in memcheck initcheck synccheck racecheck; do
         local names=("$@")

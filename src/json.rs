@@ -49,12 +49,17 @@ pub(crate) struct Difference {
     pub other: String,
 }
 
-/// The first place at which two values differ, kinds (`type`) before all else. `place` is where the two stand.
+/// The fields by which an object says what kind of thing it is.
+const KINDS: [&str; 3] = ["type", "table", "rope_type"];
+
+/// The first place at which two values differ; within an object the fields that say its [kind](KINDS) come first. Numbers
+/// are compared by what they are, 2 and 2.0 being one. `place` is where the two stand.
 pub(crate) fn difference(place: &str, one: &Value, other: &Value) -> Option<Difference> {
     if let (Value::Object(a), Value::Object(b)) = (one, other) {
         let names: BTreeSet<&String> = a.keys().chain(b.keys()).collect();
-        let kinds = names.iter().filter(|name| *name == &"type");
-        let others = names.iter().filter(|name| *name != &"type");
+        let is_kind = |name: &&&String| KINDS.contains(&name.as_str());
+        let kinds = names.iter().filter(is_kind);
+        let others = names.iter().filter(|name| !is_kind(name));
         return kinds.chain(others).find_map(|name| {
             let dot = if place.is_empty() { "" } else { "." };
             let place = format!("{place}{dot}{name}");
@@ -78,7 +83,13 @@ pub(crate) fn difference(place: &str, one: &Value, other: &Value) -> Option<Diff
                 .find_map(|(i, (one, other))| difference(&format!("{place}[{i}]"), one, other));
         }
     }
-    (one != other).then(|| Difference {
+    let same = match (one, other) {
+        (Value::Number(a), Value::Number(b)) if a.is_f64() != b.is_f64() => {
+            a.as_f64() == b.as_f64()
+        }
+        _ => one == other,
+    };
+    (!same).then(|| Difference {
         place: place.to_string(),
         one: brief(one),
         other: brief(other),
@@ -299,6 +310,8 @@ mod tests {
         // Kinds come first: their other fields have little to do with each other.
         let (one, other) = (json!({"type": "x", "a": 1}), json!({"type": "y", "a": 2}));
         assert_eq!(difference("at", &one, &other).unwrap().place, "at.type");
+        assert_eq!(difference("", &json!([2, -1]), &json!([2.0, -1.0])), None);
+        assert!(difference("", &json!(2), &json!(2.5)).is_some());
         let long = json!("x".repeat(500));
         assert!(difference("", &long, &one).unwrap().one.len() < 200);
     }

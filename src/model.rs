@@ -307,14 +307,22 @@ impl Llama {
     ) -> Result<Self> {
         config.validate()?;
         let given = encoding.config();
-        let [stated, given] = [&config.encoding, &given].map(serde_json::to_value);
-        let (stated, given) = (stated.map_err(Error::wrap)?, given.map_err(Error::wrap)?);
-        if let Some(Difference { place, one, other }) =
-            json::difference("encoding", &stated, &given)
+        given.check_description()?;
+        let values = [&config.encoding, &given].map(serde_json::to_value);
+        let [stated, said] = values;
+        let (stated, said) = (stated.map_err(Error::wrap)?, said.map_err(Error::wrap)?);
+        if let Some(Difference { place, one, other }) = json::difference("encoding", &stated, &said)
         {
             bail!(
                 "llama: the encoding given is not the configuration's: {place} is {one} in the configuration, {other} in what \
                  Encoding::config says of the one given"
+            )
+        }
+        // JSON has one word for NaN and infinities.
+        if !matches!(given, EncodingConfig::Custom { .. }) && config.encoding != given {
+            bail!(
+                "llama: the encoding given, {given:?}, is not the configuration's, {:?}",
+                config.encoding
             )
         }
         Self::assemble(config, encoding, vb)

@@ -597,7 +597,7 @@ fn run_with_an_encoding_of_ones_own_is_resumed() {
     };
     let error = saved.load_with(DType::F32, &DEVICE, forgets);
     let error = error.err().unwrap().to_string();
-    assert!(error.contains("gain is asked for neither"), "{error}");
+    assert!(error.contains("gain is read neither"), "{error}");
     let tokens = Tensor::new(&[[3u32, 1, 4, 1, 5]], &DEVICE).unwrap();
     let logits = |model: &Llama| {
         let logits = model.forward(&tokens, &mut Ctx::default()).unwrap();
@@ -653,6 +653,54 @@ fn run_with_an_encoding_that_does_not_say_what_it_is_is_not_saved() {
         assert_eq!(fs::read_dir(run.path()).unwrap().count(), 0);
         steps(&mut trainer, 1);
     }
+}
+
+#[test]
+fn run_with_weights_beside_the_models_is_resumed() {
+    let start = || {
+        let parameters = Parameters::new(SeededVars::new(1));
+        let vb = parameters.builder(DType::F32, &DEVICE);
+        vb.get_with_hints(3, "probe.weight", Init::Const(1.))
+            .unwrap();
+        let model = Llama::new(&sizes(rope()), vb).unwrap();
+        Trainer::new(model, parameters, text(), recipe()).unwrap()
+    };
+    let run = tempfile::tempdir().unwrap();
+    let mut first = start();
+    steps(&mut first, 2);
+    let folder = first.save(run.path()).unwrap();
+    assert!(!folder.join("config.json").exists()); // it is not a model's alone
+    let mut second = start();
+    second.resume(run.path()).unwrap().unwrap();
+    assert_eq!(snapshot(&first), snapshot(&second));
+}
+
+#[test]
+fn weight_that_an_encoding_tried_to_read_in_another_shape_is_not_left_out() {
+    let mut run = scaled_run(|encoding| encoding);
+    steps(&mut run, 1);
+    let folder = tempfile::tempdir().unwrap();
+    let masters = run.parameters().masters();
+    hf::save(
+        &folder,
+        run.model().config(),
+        masters,
+        &SaveOptions::default(),
+    )
+    .unwrap();
+    let saved = ModelFolder::open(&folder).unwrap();
+    let error = saved.load_with(DType::F32, &DEVICE, |_, vb| {
+        let gain = vb.root().get(2, "gain");
+        let gain = gain.or_else(|_| Tensor::ones(1, vb.dtype(), vb.device()))?;
+        let description = json!({"name": "scaled", "factor": 0.5});
+        Ok(Arc::new(Scaled {
+            gain,
+            factor: 0.5,
+            description,
+        }))
+    });
+    let error = error.err().unwrap().to_string();
+    assert!(error.contains("gain is read neither"), "{error}");
 }
 
 #[test]

@@ -18,9 +18,15 @@ struct Matrix {
 impl Matrix {
     fn of(layout: &Layout) -> Result<Self> {
         let (rows, columns) = layout.shape().dims2()?;
-        let (transposed, leading) = match *layout.stride() {
-            [leading, 1] if leading >= columns => (false, leading),
-            [1, leading] if leading >= rows => (true, leading),
+        let &[row, column] = layout.stride() else {
+            bail!("a product's operand is no matrix: {layout:?}")
+        };
+        // Where there is one row or column, its stride says nothing.
+        let in_rows = (column == 1 || columns == 1) && (row >= columns || rows == 1);
+        let in_columns = (row == 1 || rows == 1) && (column >= rows || columns == 1);
+        let (transposed, leading) = match (in_rows, in_columns) {
+            (true, _) => (false, row.max(columns)),
+            (false, true) => (true, column.max(rows)),
             _ => bail!("a product's operand lies neither in rows nor in columns: {layout:?}"),
         };
         let leading = count(leading)?;
@@ -102,12 +108,18 @@ mod tests {
     use super::*;
     use candle_core::{DType, Device};
 
-    /// (rows, columns) as views of larger memory too, in rows and in columns.
+    /// The same in rows and in columns, alone and amid NaNs above, below and on both sides.
     fn stored(x: &Tensor) -> Result<Vec<Tensor>> {
-        let (rows, columns) = x.dims2()?;
-        let nan = Tensor::full(f32::NAN, (1, columns), x.device())?.to_dtype(x.dtype())?;
-        let amid = Tensor::cat(&[&nan, x, &nan], 0)?.narrow(0, 1, rows)?;
-        Ok(vec![x.clone(), x.t()?.contiguous()?.t()?, amid])
+        let amid = |x: &Tensor| -> Result<Tensor> {
+            let (rows, columns) = x.dims2()?;
+            let nan = |shape| Tensor::full(f32::NAN, shape, x.device())?.to_dtype(x.dtype());
+            let wide = Tensor::cat(&[&nan((rows, 3))?, x, &nan((rows, 2))?], 1)?;
+            let nan = nan((1, columns + 5))?;
+            let all = Tensor::cat(&[&nan, &wide, &nan], 0)?;
+            all.narrow(0, 1, rows)?.narrow(1, 3, columns)
+        };
+        let turned = x.t()?.contiguous()?;
+        Ok(vec![x.clone(), turned.t()?, amid(x)?, amid(&turned)?.t()?])
     }
 
     #[test]
@@ -138,7 +150,7 @@ mod tests {
                 let there = |x: &Tensor| stored(&x.to_device(&gpu)?);
                 let all = summands.iter().map(there).collect::<Result<Vec<_>>>()?;
                 for (i, y) in there(&y)?.iter().enumerate() {
-                    for j in 0..3 {
+                    for j in 0..4 {
                         let summands: Vec<_> = all.iter().map(|x| x[j].clone()).collect();
                         let got = product(&summands, y)?;
                         assert_eq!((got.dims(), got.dtype()), (&[m, n][..], DType::F32));

@@ -52,6 +52,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 use weights::{Builder, Noting, Weights};
 
+pub(crate) use save::make_up_a_model;
 pub use save::{save, save_tensors, SaveOptions};
 
 const CONFIG: &str = "config.json";
@@ -182,7 +183,7 @@ impl ModelFolder {
     ///
     /// # Errors
     /// As [`load`](Self::load) and [`Llama::with_encoding`]: when the encoding is not what the configuration says, or neither
-    /// it nor the model asks for a tensor.
+    /// it nor the model reads a tensor (to ask whether there is one is not enough).
     pub fn load_with(
         &self,
         dtype: DType,
@@ -204,7 +205,7 @@ impl ModelFolder {
             |name: &&str| !read.contains(*name) && *name != HEAD && !self.is_harmless(name);
         match self.weights.names().find(unread) {
             Some(name) => Err(told(Error::msg(format!(
-                "{name} is asked for neither by the model nor by the encoding given"
+                "{name} is read neither by the model nor by the encoding given"
             )))),
             None => Ok(model),
         }

@@ -79,6 +79,16 @@ pub fn save(
     save_tensors(folder, config, &tensors.collect(), options)
 }
 
+/// Whether [`save`] takes these, so far as they themselves are concerned.
+pub(crate) fn make_up_a_model(config: &LlamaConfig, vars: &SeededVars) -> bool {
+    let named = vars.named().into_iter();
+    let tensors = named
+        .map(|(name, var)| (name, var.as_detached_tensor()))
+        .collect();
+    let options = SaveOptions::default();
+    check(config, &tensors, &options).is_ok() && config_text(config, &tensors, &options).is_ok()
+}
+
 /// [`save`] for weights that are no variables.
 ///
 /// # Errors

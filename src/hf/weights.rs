@@ -218,7 +218,7 @@ impl SimpleBackend for Builder {
     }
 }
 
-/// The same, noting the names that were asked for.
+/// The same, noting the names of what was read.
 pub(super) struct Noting {
     pub inner: Builder,
     pub read: Arc<Mutex<BTreeSet<String>>>,
@@ -240,13 +240,15 @@ impl SimpleBackend for Noting {
         dtype: DType,
         device: &Device,
     ) -> Result<Tensor> {
+        let tensor = self.inner.get(shape, name, init, dtype, device)?;
         self.note(name);
-        self.inner.get(shape, name, init, dtype, device)
+        Ok(tensor)
     }
 
     fn get_unchecked(&self, name: &str, dtype: DType, device: &Device) -> Result<Tensor> {
+        let tensor = self.inner.get_unchecked(name, dtype, device)?;
         self.note(name);
-        self.inner.get_unchecked(name, dtype, device)
+        Ok(tensor)
     }
 
     fn contains_tensor(&self, name: &str) -> bool {

@@ -443,12 +443,7 @@ pub(super) fn write(
         .check_named()
         .map_err(|e| about(&folder, e))?;
     let staged = StagedFolder::create(&folder)?;
-    hf::save(
-        staged.path(),
-        &state.model,
-        masters,
-        &SaveOptions::default(),
-    )?;
+    write_model(staged.path(), &state.model, masters)?;
     let moments = moments_by_name(optimiser)?;
     let moments = moments.iter().map(|(name, tensor)| (name.as_str(), tensor));
     write_file(&staged.path().join(OPTIMISER), |w| {
@@ -483,6 +478,15 @@ pub(super) fn write(
         remove_folder(folder)?;
     }
     Ok(folder)
+}
+
+/// The model as a folder that [`hf::ModelFolder`] opens. Where the parameters are not exactly a model's, such as one and
+/// a probe's, there is no such folder: then the weights alone, from which a run goes on as well.
+fn write_model(folder: &Path, config: &LlamaConfig, masters: &SeededVars) -> Result<()> {
+    match hf::make_up_a_model(config, masters) {
+        true => hf::save(folder, config, masters, &SaveOptions::default()),
+        false => masters.save(folder.join("model.safetensors")),
+    }
 }
 
 impl Contents {

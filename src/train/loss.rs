@@ -660,6 +660,45 @@ mod tests {
         Ok(())
     }
 
+    /// Without the second summand they would be off by up to 2^-9.
+    #[test]
+    #[cfg(feature = "cuda")]
+    fn gradient_of_logits_in_two_summands_has_sixteen_bits() -> Result<()> {
+        let Ok(gpu) = Device::new_cuda(0) else {
+            eprintln!("skipped: there is no GPU");
+            return Ok(());
+        };
+        for (rows, vocab) in [(1, 1), (9, 8), (7, 301), (5, 2049), (3, 4096)] {
+            let logits = (random((rows, vocab))?.to_dtype(DType::F32)? * 5.)?.to_device(&gpu)?;
+            let ids: Vec<i64> = (0..rows).map(|i| (i * 31 % vocab) as i64).collect();
+            let targets = Tensor::from_slice(&ids, rows, &gpu)?;
+            let [greatest, sum, _] = cuda::losses(&logits, &targets)?;
+            for size in [1f32, 1e-6, 1e-25, 1e30, f32::INFINITY, f32::NAN] {
+                let upstream = Tensor::full(size, rows, &gpu)?;
+                let of = |dtype| -> Result<Vec<Vec<f32>>> {
+                    let softmax = [&greatest, &sum];
+                    let summands = cuda::gradient(&logits, &targets, softmax, &upstream, dtype)?;
+                    let values = |x: &Tensor| x.to_dtype(DType::F32)?.flatten_all()?.to_vec1();
+                    summands.iter().map(values).collect()
+                };
+                let (whole, parts) = (of(DType::F32)?, of(DType::BF16)?);
+                let ([whole], [high, low]) = (&whole[..], &parts[..]) else {
+                    bail!("{} and {} summands", whole.len(), parts.len())
+                };
+                for ((whole, high), low) in whole.iter().zip(high).zip(low) {
+                    let both = high + low;
+                    let same = match whole.is_finite() {
+                        // Where numbers are so small that they lose bits themselves, so do these.
+                        true => (both - whole).abs() <= whole.abs() / 65_536. + 1e-40,
+                        false => both == *whole || both.is_nan() && whole.is_nan(),
+                    };
+                    assert!(same, "{size:e}: {whole:e} is not {high:e} + {low:e}");
+                }
+            }
+        }
+        Ok(())
+    }
+
     #[test]
     fn mean_loss_equals_cross_entropy_of_candle() -> Result<()> {
         let (hidden, head) = (random((2, 9, 6))?, random((37, 6))?);
