@@ -1,10 +1,12 @@
-//! For unit tests of operations: numbers that are the same in every run of a test, gradients, and how far results are apart.
+//! For unit tests of operations: numbers that are the same in every run of a test, devices, gradients, and how far results
+//! are apart.
 
 use candle_core::{bail, DType, Device, Result, Shape, Tensor, Var};
 use rand::rngs::StdRng;
 use rand::SeedableRng;
 use rand_distr::{Distribution, StandardNormal};
 use std::cell::RefCell;
+use std::io::{stderr, Write};
 
 thread_local! {
     /// A test has a thread of its own.
@@ -21,6 +23,25 @@ pub(crate) fn normal(deviation: f64, shape: impl Into<Shape>) -> Result<Tensor> 
             .collect()
     });
     Tensor::from_vec(values, shape, &Device::Cpu)
+}
+
+/// The GPU. Where there is none it is said that a test, `what`, or its part is skipped, past what captures output of tests
+/// that pass.
+pub(crate) fn gpu(what: &str) -> Option<Device> {
+    let found = match cfg!(feature = "cuda") {
+        true => Device::new_cuda(0).ok(),
+        false => None,
+    };
+    if found.is_none() {
+        // Where nobody listens there is nobody to tell.
+        let _ = writeln!(stderr(), "skipped on a GPU, for there is none: {what}");
+    }
+    found
+}
+
+/// The CPU, and the GPU where there is one.
+pub(crate) fn devices(what: &str) -> Vec<Device> {
+    [Device::Cpu].into_iter().chain(gpu(what)).collect()
 }
 
 /// The greatest difference; NaN is greatest.

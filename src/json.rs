@@ -117,13 +117,11 @@ pub(crate) fn sorted(value: &Value) -> Value {
     match value {
         Value::Array(values) => values.iter().map(sorted).collect(),
         Value::Object(map) => {
-            let names: BTreeMap<_, _> = map.iter().collect();
-            let pairs = names.into_iter();
-            Value::Object(
-                pairs
-                    .map(|(name, value)| (name.clone(), sorted(value)))
-                    .collect(),
-            )
+            let in_order: BTreeMap<_, _> = map.iter().collect();
+            let pairs = in_order
+                .into_iter()
+                .map(|(name, x)| (name.clone(), sorted(x)));
+            Value::Object(pairs.collect())
         }
         other => other.clone(),
     }

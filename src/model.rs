@@ -10,7 +10,6 @@ use crate::cache::{CacheStep, KvCache};
 use crate::embedding::{embed, TokenIds};
 use crate::encoding::{Ctx, Encoding, EncodingConfig, ModelDims, PosState, RopeConfig};
 use crate::feed_forward::FeedForward;
-use crate::json::{self, Difference};
 use crate::norm::RmsNorm;
 use crate::positions::Positions;
 use crate::projection::Projection;
@@ -308,23 +307,7 @@ impl Llama {
         config.validate()?;
         let given = encoding.config();
         given.check_description()?;
-        let values = [&config.encoding, &given].map(serde_json::to_value);
-        let [stated, said] = values;
-        let (stated, said) = (stated.map_err(Error::wrap)?, said.map_err(Error::wrap)?);
-        if let Some(Difference { place, one, other }) = json::difference("encoding", &stated, &said)
-        {
-            bail!(
-                "llama: the encoding given is not the configuration's: {place} is {one} in the configuration, {other} in what \
-                 Encoding::config says of the one given"
-            )
-        }
-        // JSON has one word for NaN and infinities.
-        if !matches!(given, EncodingConfig::Custom { .. }) && config.encoding != given {
-            bail!(
-                "llama: the encoding given, {given:?}, is not the configuration's, {:?}",
-                config.encoding
-            )
-        }
+        (config.encoding.check_same(&given)).map_err(|e| Error::msg(format!("llama: {e}")))?;
         Self::assemble(config, encoding, vb)
     }
 

@@ -403,14 +403,7 @@ mod tests {
     /// What flows back to x beside is added before the one rounding, on the CPU and on a GPU where there is one.
     #[test]
     fn gradients_with_an_addend_are_exact_ones_rounded_once() -> Result<()> {
-        let mut devices = vec![CPU];
-        if cfg!(feature = "cuda") {
-            devices.extend(Device::new_cuda(0));
-        }
-        if devices.len() == 1 {
-            eprintln!("skipped on a GPU: there is none");
-        }
-        for device in devices {
+        for device in crate::drawn::devices("RMSNorm's gradients with an addend") {
             for (dtype, unit) in [
                 (DType::F64, f64::EPSILON / 2.),
                 (DType::F32, f64::from(f32::EPSILON) / 2.),

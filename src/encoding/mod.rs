@@ -27,10 +27,10 @@ mod tapa;
 mod tape;
 
 use crate::attend::Score;
-use crate::json;
+use crate::json::{self, Difference};
 use crate::positions::Positions;
 use crate::rotate::Rotation;
-use candle_core::{bail, Result, Tensor};
+use candle_core::{bail, Error, Result, Tensor};
 use candle_nn::VarBuilder;
 use rand::Rng;
 use serde::{Deserialize, Serialize, Serializer};
@@ -209,11 +209,19 @@ pub enum EncodingConfig {
 }
 
 /// Deepest and longest description of an encoding.
-const DEEPEST: usize = 64;
+pub(crate) const DEEPEST: usize = 64;
 const LONGEST: usize = 1_000_000;
 
 fn sorted<S: Serializer>(value: &Value, serializer: S) -> std::result::Result<S::Ok, S::Error> {
     json::sorted(value).serialize(serializer)
+}
+
+fn not_ours(description: &Value) -> Error {
+    Error::msg(format!(
+        "the encoding {} is not of this crate: its own program builds it, for Llama::with_encoding or \
+         ModelFolder::load_with",
+        json::brief(description)
+    ))
 }
 
 impl EncodingConfig {
@@ -242,11 +250,7 @@ impl EncodingConfig {
             Self::Alibi(config) => Arc::new(Alibi::new(config, dims)?),
             Self::Tapa(config) => Arc::new(Tapa::new(config, dims, vb)?),
             Self::Tape(config) => Arc::new(Tape::new(config, dims, vb)?),
-            Self::Custom { description } => bail!(
-                "encoding: {} is not of this crate: its own program builds it, for Llama::with_encoding or \
-                 ModelFolder::load_with",
-                json::brief(description)
-            ),
+            Self::Custom { description } => return Err(not_ours(description)),
         })
     }
 
@@ -255,6 +259,35 @@ impl EncodingConfig {
         match self {
             Self::Rope(config) => config.to_hf(dims),
             _ => None,
+        }
+    }
+
+    /// # Errors
+    /// When this is an encoding of the caller's own.
+    pub(crate) fn check_ours(&self) -> Result<()> {
+        match self {
+            Self::Custom { description } => Err(not_ours(description)),
+            _ => Ok(()),
+        }
+    }
+
+    /// # Errors
+    /// When an encoding that says this of itself is another: names the first difference.
+    pub(crate) fn check_same(&self, said: &Self) -> Result<()> {
+        let value = |config| serde_json::to_value(config).map_err(Error::wrap);
+        let difference = json::difference("encoding", &value(self)?, &value(said)?);
+        if let Some(Difference { place, one, other }) = difference {
+            bail!(
+                "the encoding given is not the configuration's: {place} is {one} in the configuration, {other} in what \
+                 Encoding::config says of the one given"
+            )
+        }
+        match self {
+            // Its numbers were compared by what they are.
+            Self::Custom { .. } => Ok(()),
+            _ if self == said => Ok(()),
+            // JSON has one word for NaN and infinities.
+            _ => bail!("the encoding given, {said:?}, is not the configuration's, {self:?}"),
         }
     }
 

@@ -106,6 +106,7 @@ pub(crate) fn product(summands: &[Tensor], y: &Tensor) -> Result<Tensor> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::drawn::{gpu, normal};
     use candle_core::{DType, Device};
 
     /// The same in rows and in columns, alone and amid NaNs above, below and on both sides.
@@ -124,8 +125,7 @@ mod tests {
 
     #[test]
     fn products_of_bf16_are_those_of_f64_rounded_to_f32() -> Result<()> {
-        let Ok(gpu) = Device::new_cuda(0) else {
-            eprintln!("skipped: there is no GPU");
+        let Some(gpu) = gpu("products of bf16") else {
             return Ok(());
         };
         let cpu = Device::Cpu;
@@ -137,9 +137,7 @@ mod tests {
             (64, 256, 384),
             (70, 301, 129),
         ] {
-            let random = |rows, columns| {
-                Tensor::randn(0f32, 1., (rows, columns), &cpu)?.to_dtype(DType::BF16)
-            };
+            let random = |rows, columns| normal(1., (rows, columns))?.to_dtype(DType::BF16);
             let (x, more, y) = (random(m, k)?, (random(m, k)? / 256.)?, random(k, n)?);
             let wide = |x: &Tensor| x.to_dtype(DType::F64);
             for summands in [vec![x.clone()], vec![x, more]] {
@@ -167,8 +165,7 @@ mod tests {
 
     #[test]
     fn operands_that_do_not_fit_are_errors() -> Result<()> {
-        let Ok(gpu) = Device::new_cuda(0) else {
-            eprintln!("skipped: there is no GPU");
+        let Some(gpu) = gpu("products of what does not fit") else {
             return Ok(());
         };
         let zeros = |rows, columns| Tensor::zeros((rows, columns), DType::BF16, &gpu);

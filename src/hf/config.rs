@@ -1,6 +1,6 @@
 //! `config.json`: what is read, what is refused, what is written.
 
-use crate::encoding::{EncodingConfig, RopeConfig, RopeScaling};
+use crate::encoding::{EncodingConfig, RopeConfig, RopeScaling, DEEPEST};
 use crate::json::{self, brief, Fields};
 use crate::model::LlamaConfig;
 use candle_core::{bail, Result};
@@ -10,9 +10,6 @@ use serde_json::{json, Map, Value};
 pub(super) const OWN_TYPE: &str = "candle_posenc";
 
 const HF_TYPE: &str = "llama";
-
-/// Levels that serde_json reads.
-const DEEPEST_FILE: usize = 127;
 
 /// Fields that make another model, unless they are null, false or empty.
 const SWITCHES: [&str; 29] = [
@@ -306,10 +303,10 @@ fn own_encoding(fields: &Fields) -> Result<(Option<usize>, EncodingConfig)> {
     }
     let encoding = fields.required("encoding", fields.get("encoding"))?;
     let stated = Fields::of("config", encoding, "encoding")?;
-    // What is read from a file is not so deep, and what follows goes down level by level.
-    let depth = json::depth(encoding);
-    if depth > DEEPEST_FILE {
-        bail!("config: encoding is {depth} levels deep, at most {DEEPEST_FILE} are read")
+    // What follows goes down level by level. A description is a level below its encoding.
+    let (depth, deepest) = (json::depth(encoding), 1 + DEEPEST);
+    if depth > deepest {
+        bail!("config: encoding is {depth} levels deep, at most {deepest} are read")
     }
     let read = serde_json::from_value(encoding.clone())
         .and_then(|parsed: EncodingConfig| Ok((serde_json::to_value(&parsed)?, parsed)));

@@ -23,7 +23,7 @@ pub(super) fn expected(config: &LlamaConfig, given: &Shapes) -> Result<BTreeSet<
         ..config.clone()
     };
     let mut asked = ask(&plain, given)?;
-    if let EncodingConfig::Custom { .. } = config.encoding {
+    if config.encoding.check_ours().is_err() {
         // Nobody here knows what an encoding of the caller's own asks for.
         let of_the_encoding = |name: &&String| {
             let layer = name

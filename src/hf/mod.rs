@@ -38,7 +38,7 @@ mod save;
 mod weights;
 
 use crate::atomic::{about, is_there, message};
-use crate::encoding::{published_name, Encoding, EncodingConfig};
+use crate::encoding::{published_name, Encoding};
 use crate::init::SeededVars;
 use crate::json::{self, Fields};
 use crate::model::{Llama, LlamaConfig};
@@ -50,9 +50,9 @@ use serde_json::{Map, Value};
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
-use weights::{Builder, Noting, Weights};
+use weights::{Builder, Weights};
 
-pub(crate) use save::make_up_a_model;
+pub(crate) use save::save_if_a_model;
 pub use save::{save, save_tensors, SaveOptions};
 
 const CONFIG: &str = "config.json";
@@ -115,8 +115,22 @@ impl ModelFolder {
     /// the caller's own: unlike [`load`](Self::load) and [`load_with`](Self::load_with), it does not notice tensors that nobody
     /// asks for.
     pub fn builder(&self, dtype: DType, device: &Device) -> VarBuilder<'static> {
-        let backend = Box::new(Builder(self.weights.clone()));
-        VarBuilder::from_backend(backend, dtype, device.clone())
+        self.noting_builder(dtype, device).0
+    }
+
+    /// A builder, and where it notes the names of what was read.
+    fn noting_builder(
+        &self,
+        dtype: DType,
+        device: &Device,
+    ) -> (VarBuilder<'static>, Arc<Mutex<BTreeSet<String>>>) {
+        let read = Arc::default();
+        let backend = Box::new(Builder {
+            weights: self.weights.clone(),
+            read: Arc::clone(&read),
+        });
+        let vb = VarBuilder::from_backend(backend, dtype, device.clone());
+        (vb, read)
     }
 
     /// The model with its weights converted to `dtype`. They do not train: for that, see
@@ -125,18 +139,16 @@ impl ModelFolder {
     /// # Errors
     /// When a weight is missing, has another shape, is not made of floats or holds a number beyond `dtype`; when there is
     /// a tensor that the model does not use (but stored inverse frequencies, or, with tied embeddings, a head equal to
-    /// them); when the encoding is the caller's own or a parameter of it is out of range, `dtype` is not F64, F32, F16 or BF16, or a file cannot be
-    /// read.
+    /// them); when the encoding is the caller's own or a parameter of it is out of range, `dtype` is not F64, F32, F16 or
+    /// BF16, or a file cannot be read.
     pub fn load(&self, dtype: DType, device: &Device) -> Result<Llama> {
         self.check()?;
-        if let EncodingConfig::Custom { description } = &self.config.encoding {
-            let what = format!(
-                "its encoding {} is not of this crate; its own program loads it by ModelFolder::load_with",
-                json::brief(description)
-            );
-            return Err(about(&self.path, what));
-        }
-        Llama::new(&self.config, self.builder(dtype, device))
+        let config = &self.config;
+        config
+            .encoding
+            .check_ours()
+            .map_err(|e| about(&self.path, e))?;
+        Llama::new(config, self.builder(dtype, device))
     }
 
     /// [`load`](Self::load) for a model whose encoding is the caller's own. `encoding` builds it, from what the configuration
@@ -192,12 +204,7 @@ impl ModelFolder {
     ) -> Result<Llama> {
         let told = |error: Error| about(&self.path, error);
         self.check()?;
-        let read = Arc::new(Mutex::new(BTreeSet::new()));
-        let backend = Box::new(Noting {
-            inner: Builder(self.weights.clone()),
-            read: read.clone(),
-        });
-        let vb = VarBuilder::from_backend(backend, dtype, device.clone());
+        let (vb, read) = self.noting_builder(dtype, device);
         let encoding = encoding(&self.config, vb.pp("model")).map_err(told)?;
         let model = Llama::with_encoding(&self.config, encoding, vb).map_err(told)?;
         let read = read.lock().unwrap_or_else(PoisonError::into_inner);

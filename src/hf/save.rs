@@ -74,19 +74,29 @@ pub fn save(
     vars: &SeededVars,
     options: &SaveOptions,
 ) -> Result<()> {
-    let named = vars.named().into_iter();
-    let tensors = named.map(|(name, var)| (name, var.as_detached_tensor()));
-    save_tensors(folder, config, &tensors.collect(), options)
+    save_tensors(folder, config, &tensors_of(vars), options)
 }
 
-/// Whether [`save`] takes these, so far as they themselves are concerned.
-pub(crate) fn make_up_a_model(config: &LlamaConfig, vars: &SeededVars) -> bool {
+fn tensors_of(vars: &SeededVars) -> BTreeMap<String, Tensor> {
     let named = vars.named().into_iter();
-    let tensors = named
-        .map(|(name, var)| (name, var.as_detached_tensor()))
-        .collect();
-    let options = SaveOptions::default();
-    check(config, &tensors, &options).is_ok() && config_text(config, &tensors, &options).is_ok()
+    let tensors = named.map(|(name, var)| (name, var.as_detached_tensor()));
+    tensors.collect()
+}
+
+/// [`save`] if these are a model; whether they are.
+///
+/// # Errors
+/// When a file cannot be written.
+pub(crate) fn save_if_a_model(
+    folder: &Path,
+    config: &LlamaConfig,
+    vars: &SeededVars,
+) -> Result<bool> {
+    let (tensors, options) = (tensors_of(vars), SaveOptions::default());
+    let Ok(config) = config_text(config, &tensors, &options) else {
+        return Ok(false);
+    };
+    write(folder, &config, &tensors, &options).map(|()| true)
 }
 
 /// [`save`] for weights that are no variables.
@@ -100,8 +110,17 @@ pub fn save_tensors(
     options: &SaveOptions,
 ) -> Result<()> {
     let folder = folder.as_ref();
-    check(config, tensors, options).map_err(|e| about(folder, e))?;
     let config = config_text(config, tensors, options).map_err(|e| about(folder, e))?;
+    write(folder, &config, tensors, options)
+}
+
+/// Writes all, `config` being the text of `config.json`.
+fn write(
+    folder: &Path,
+    config: &[u8],
+    tensors: &BTreeMap<String, Tensor>,
+    options: &SaveOptions,
+) -> Result<()> {
     fs::create_dir_all(folder).map_err(|e| about(folder, e))?;
     atomic::remove_unfinished(folder)?;
 
@@ -125,7 +144,7 @@ pub fn save_tensors(
     }
     let files = stage_copies(folder, &options.files)?;
     let config_path = folder.join(CONFIG);
-    let staged_config = stage_file(&config_path, |out| Ok(out.write_all(&config)?))?;
+    let staged_config = stage_file(&config_path, |out| Ok(out.write_all(config)?))?;
 
     if fs::read(&config_path).is_ok_and(|old| old != config) {
         // Neither the old weights with the new configuration nor the reverse.
@@ -168,12 +187,13 @@ fn check(
     Ok(())
 }
 
-/// `config.json`, which says what `config` says and the extra fields.
+/// `config.json`, which says what `config` says and the extra fields, of a model that has these tensors.
 fn config_text(
     config: &LlamaConfig,
     tensors: &BTreeMap<String, Tensor>,
     options: &SaveOptions,
 ) -> Result<Vec<u8>> {
+    check(config, tensors, options)?;
     let mut map = match config.to_hf() {
         Value::Object(map) => map,
         other => bail!("config: {other} is no object"),

@@ -191,8 +191,18 @@ fn is_file_name(name: &str) -> bool {
         && !name.contains(['\\', '\0'])
 }
 
-/// Gives weights to a `VarBuilder`.
-pub(super) struct Builder(pub Arc<Weights>);
+/// Gives weights to a `VarBuilder`, and notes the names of what was read.
+pub(super) struct Builder {
+    pub weights: Arc<Weights>,
+    pub read: Arc<Mutex<BTreeSet<String>>>,
+}
+
+impl Builder {
+    fn note(&self, name: &str) {
+        let mut read = self.read.lock().unwrap_or_else(PoisonError::into_inner);
+        read.insert(name.to_string());
+    }
+}
 
 impl SimpleBackend for Builder {
     fn get(
@@ -203,56 +213,22 @@ impl SimpleBackend for Builder {
         dtype: DType,
         device: &Device,
     ) -> Result<Tensor> {
-        self.0.read(name, shape.dims(), dtype, device)
-    }
-
-    fn get_unchecked(&self, name: &str, dtype: DType, device: &Device) -> Result<Tensor> {
-        match self.0.find(name) {
-            Some((file, _)) => file.read(name, dtype, device),
-            None => bail!("{}: there is no {name}", self.0.place()),
-        }
-    }
-
-    fn contains_tensor(&self, name: &str) -> bool {
-        self.0.contains(name)
-    }
-}
-
-/// The same, noting the names of what was read.
-pub(super) struct Noting {
-    pub inner: Builder,
-    pub read: Arc<Mutex<BTreeSet<String>>>,
-}
-
-impl Noting {
-    fn note(&self, name: &str) {
-        let mut read = self.read.lock().unwrap_or_else(PoisonError::into_inner);
-        read.insert(name.to_string());
-    }
-}
-
-impl SimpleBackend for Noting {
-    fn get(
-        &self,
-        shape: Shape,
-        name: &str,
-        init: Init,
-        dtype: DType,
-        device: &Device,
-    ) -> Result<Tensor> {
-        let tensor = self.inner.get(shape, name, init, dtype, device)?;
+        let tensor = self.weights.read(name, shape.dims(), dtype, device)?;
         self.note(name);
         Ok(tensor)
     }
 
     fn get_unchecked(&self, name: &str, dtype: DType, device: &Device) -> Result<Tensor> {
-        let tensor = self.inner.get_unchecked(name, dtype, device)?;
+        let Some((file, _)) = self.weights.find(name) else {
+            bail!("{}: there is no {name}", self.weights.place())
+        };
+        let tensor = file.read(name, dtype, device)?;
         self.note(name);
         Ok(tensor)
     }
 
     fn contains_tensor(&self, name: &str) -> bool {
-        self.inner.contains_tensor(name)
+        self.weights.contains(name)
     }
 }
 

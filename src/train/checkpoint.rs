@@ -12,7 +12,7 @@ use super::checksum::Checksum;
 use super::trainer::TrainerConfig;
 use super::windows::{Cursor, Fingerprint};
 use crate::atomic::{about, message, remove_folder, write_file, StagedFolder};
-use crate::hf::{self, SaveOptions};
+use crate::hf;
 use crate::init::SeededVars;
 use crate::json::{self, Difference};
 use crate::model::LlamaConfig;
@@ -483,8 +483,8 @@ pub(super) fn write(
 /// The model as a folder that [`hf::ModelFolder`] opens. Where the parameters are not exactly a model's, such as one and
 /// a probe's, there is no such folder: then the weights alone, from which a run goes on as well.
 fn write_model(folder: &Path, config: &LlamaConfig, masters: &SeededVars) -> Result<()> {
-    match hf::make_up_a_model(config, masters) {
-        true => hf::save(folder, config, masters, &SaveOptions::default()),
+    match hf::save_if_a_model(folder, config, masters)? {
+        true => Ok(()),
         false => masters.save(folder.join("model.safetensors")),
     }
 }

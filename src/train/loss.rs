@@ -535,7 +535,7 @@ mod tests {
     const CPU: Device = Device::Cpu;
 
     fn random(shape: impl Into<Shape>) -> Result<Tensor> {
-        Tensor::randn(0f64, 1., shape, &CPU)
+        crate::drawn::normal(1., shape)
     }
 
     fn difference(a: &Tensor, b: &Tensor) -> Result<f64> {
@@ -617,8 +617,7 @@ mod tests {
     #[test]
     #[cfg(feature = "cuda")]
     fn losses_on_a_gpu_in_any_chunks_equal_those_on_the_cpu() -> Result<()> {
-        let Ok(gpu) = Device::new_cuda(0) else {
-            eprintln!("skipped: there is no GPU");
+        let Some(gpu) = crate::drawn::gpu("losses in chunks") else {
             return Ok(());
         };
         for (b, t, c, vocab) in [
@@ -664,8 +663,7 @@ mod tests {
     #[test]
     #[cfg(feature = "cuda")]
     fn gradient_of_logits_in_two_summands_has_sixteen_bits() -> Result<()> {
-        let Ok(gpu) = Device::new_cuda(0) else {
-            eprintln!("skipped: there is no GPU");
+        let Some(gpu) = crate::drawn::gpu("the gradient of logits in two summands") else {
             return Ok(());
         };
         for (rows, vocab) in [(1, 1), (9, 8), (7, 301), (5, 2049), (3, 4096)] {

@@ -13,14 +13,6 @@ const SHAPES: [[usize; 7]; 4] = [
     [1, 4, 2, 21, 30, 20, 12],
 ];
 
-fn devices() -> Vec<Device> {
-    let mut devices = vec![Device::Cpu];
-    if cfg!(feature = "cuda") {
-        devices.extend(Device::new_cuda(0));
-    }
-    devices
-}
-
 fn normal(dims: [usize; 4], dtype: DType, device: &Device) -> Result<Tensor> {
     Tensor::randn(0f32, 1., dims.to_vec(), device)?.to_dtype(dtype)
 }
@@ -92,7 +84,7 @@ fn expanded(grad: &Tensor) -> Result<Vec<(&'static str, Tensor)>> {
 
 #[test]
 fn arriving_gradients_stored_in_any_way_give_equal_bits() -> Result<()> {
-    for device in devices() {
+    for device in crate::drawn::devices("attention's arriving gradients") {
         for dtype in [DType::F64, DType::F32, DType::BF16, DType::F16] {
             for [b, h, g, t, s, d, e] in SHAPES {
                 for score in scores(h, d) {
